@@ -1,0 +1,91 @@
+"""From a model's name to an engine that is ready: find the folder, check everything, then load."""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from tokenizers import Tokenizer
+
+from leadline.checkpoint.loader import load
+from leadline.checkpoint.reader import Checkpoint
+from leadline.config import EngineConfig, ModelConfig
+from leadline.engine.engine import Engine
+from leadline.engine.memory import plan_memory
+from leadline.model.state import State
+from leadline.model.transformer import Transformer
+from leadline.model.weights import WeightStore
+
+BUILT_IN = Path(__file__).parent.parent / "tiny"
+NEEDED_FILES = ["config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json"]
+
+
+def model_folder(model: str | None) -> Path:
+    """The folder of a model: a path, a hub id (downloaded if it is not in the cache), or None for the built-in one.
+
+    Raises FileNotFoundError with a sentence if there is no such model.
+    """
+    if model is None:
+        return BUILT_IN
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=NEEDED_FILES))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{model!r} is neither a folder nor a hub id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(f"{model!r} is not a folder, and the hub did not give it: {error}") from error
+
+
+def load_engine(config: EngineConfig, progress: bool) -> Engine:
+    """Load a model into an engine. Nothing is allocated before config and file headers have been checked."""
+    folder = model_folder(config.model)
+    model = ModelConfig.from_folder(folder)
+    checkpoint = Checkpoint(folder)
+    checkpoint.validate(model)
+    tokenizer = read_tokenizer(folder, model)
+    device = torch.device(resolve_device(config.device))
+    dtype = activation_dtype(config.dtype, device)
+    memory = plan_memory(model, config, dtype)
+    native = config.numerics == "native" or (config.numerics is None and device.type != "cpu")
+    keep = checkpoint.format if keeps_formats(config.dtype, device) else None
+    weights = WeightStore(model, keep, dtype, native, device)
+    transformer = Transformer(model, weights)
+    load(model, weights.slots, checkpoint, progress)
+    state = State(model, memory.size, dtype, device)
+    return Engine(transformer.forward, model, config, memory, state, tokenizer)
+
+
+def read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
+    """The folder's tokenizer.json, or None where there is none. Raises ValueError if it does not fit the model."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    size = tokenizer.get_vocab_size()
+    if size > model.vocab_size:
+        raise ValueError(f"{path} has {size} tokens, but vocab_size in config.json is {model.vocab_size}")
+    return tokenizer
+
+
+def resolve_device(name: str) -> str:
+    """The device for `EngineConfig.device`: "auto" is the GPU if PyTorch sees one. Raises ValueError if it cannot."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but PyTorch sees no GPU here; use 'cpu'")
+    if name != "cpu" and not name.startswith("cuda"):
+        raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    return name
+
+
+def activation_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of activations and state for `EngineConfig.dtype`."""
+    if name in ("auto", "checkpoint"):
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def keeps_formats(name: str, device: torch.device) -> bool:
+    """Whether fp8 and fp4 weights stay as they are stored: always asked for on a GPU, a matter of speed on a CPU."""
+    return name == "checkpoint" or (name == "auto" and device.type != "cpu")

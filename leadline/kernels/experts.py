@@ -1,0 +1,54 @@
+"""experts: the clamped SwiGLU MLP, for the routed experts of each token and for the shared one."""
+
+import torch
+from torch import Tensor
+
+from leadline.formats import fp8_round_trip
+from leadline.kernels.project import Weight, round_input, row_product
+from leadline.kernels.rowwise import high, silu
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """`gate_up` [T, 2 I], gate first -> fp32 [T, I]: `silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
+    gate, up = high(gate_up).chunk(2, -1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return silu(gate) * up
+
+
+def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float, token_weights: Tensor | None = None) -> Tensor:
+    """`x` [T, d], already rounded as `w13` [2 I, d] takes it -> [T, d]; `token_weights` [T] scale the hidden row."""
+    hidden = clamped_swiglu(row_product(x, w13.dense(x.dtype)), limit)
+    if token_weights is not None:
+        hidden = hidden * token_weights[:, None]
+    hidden = hidden.to(x.dtype)
+    return row_product(fp8_round_trip(hidden) if w2.round_input else hidden, w2.dense(x.dtype))
+
+
+def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    """The expert of every token: `x` [T, d] -> fp32 [T, d]."""
+    return high(mlp(round_input(x, w13), w13, w2, limit))
+
+
+def routed_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float
+) -> Tensor:
+    """`x` [T, d], `chosen` and `weights` [T, k] -> fp32 [T, d], the sum over each token's experts in their order.
+
+    `w13` is a stack [E, 2 I, d] and `w2` one of [E, d, I]; only the experts that were chosen are read.
+    """
+    tokens, active = chosen.shape
+    x = round_input(x, w13)
+    order = torch.sort(chosen.flatten(), stable=True).indices
+    counts = torch.bincount(chosen.flatten(), minlength=len(w13.data)).tolist()
+    flat_weights = weights.flatten()
+    outputs = x.new_empty(tokens * active, x.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = order[start : start + count]
+            outputs[rows] = mlp(
+                x[rows // active], w13.expert(expert), w2.expert(expert), limit, flat_weights[rows]
+            )
+            start += count
+    return high(outputs).unflatten(0, (tokens, active)).sum(1)

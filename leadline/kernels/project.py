@@ -1,0 +1,58 @@
+"""project: linear layers over weights as the checkpoint stores them (fp8 or fp4 with scales, bf16, fp32)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leadline.formats import fp4_dequantize, fp8_dequantize, fp8_round_trip
+
+ROW_MULTIPLE = 8
+"""CPU matrix products see a multiple of this many rows. BLAS then sums each row in the same order however many
+rows there are, so that a token's result does not depend on its batch (fewer rows take other code paths; checked
+for fp32, fp64 and bf16 by `tests/test_invariance.py`)."""
+
+
+@dataclass
+class Weight:
+    """A matrix [out, in], or a stack of them [E, out, in].
+
+    `data` is a float tensor, or e4m3 with `scale` [ceil(out/128), ceil(in/128)], or packed e2m1 (int8 [out, in/2])
+    with `scale` [out, in/32]. `round_input` says that products take their input rounded to fp8 (native numerics).
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    round_input: bool = False
+
+    def expert(self, index: int) -> "Weight":
+        """One matrix of a stack, as a view."""
+        scale = None if self.scale is None else self.scale[index]
+        return Weight(self.data[index], scale, self.round_input)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in `dtype`, expanded from its stored format where it has one."""
+        if self.scale is None:
+            return self.data.to(dtype)
+        if self.data.dtype == torch.float8_e4m3fn:
+            return fp8_dequantize(self.data, self.scale, dtype)
+        return fp4_dequantize(self.data, self.scale, dtype)
+
+
+def row_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out], each row independent of the others."""
+    missing = -len(x) % ROW_MULTIPLE
+    if missing == 0 or x.is_cuda:
+        return F.linear(x, matrix)
+    return F.linear(F.pad(x, (0, 0, 0, missing)), matrix)[: len(x)]
+
+
+def round_input(x: Tensor, weight: Weight) -> Tensor:
+    """`x` as the product with `weight` takes it: rounded to fp8 in blocks of 128 (official `act_quant`), or as is."""
+    return fp8_round_trip(x) if weight.round_input else x
+
+
+def project(x: Tensor, weight: Weight) -> Tensor:
+    """`x` [T, in] -> [T, out] in the dtype of `x`."""
+    return row_product(round_input(x, weight), weight.dense(x.dtype))
