@@ -89,7 +89,7 @@ _PRO: dict[str, Any] = _COMMON | {
 def _with_dspark(config: dict[str, Any], markov_rank: int) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     return config | {
-        "compress_ratios": config["compress_ratios"][:layers] + [0, 0, 0],
+        "compress_ratios": [*config["compress_ratios"][:layers], 0, 0, 0],
         "dspark_block_size": 5,
         "dspark_markov_rank": markov_rank,
         "dspark_noise_token_id": 128799,

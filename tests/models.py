@@ -1,16 +1,20 @@
 """Small random models for tests: configs drawn at random, weights that make every part matter."""
 
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
 from leadline.engine.memory import plan_memory
-from leadline.model.state import State
+from leadline.engine.plan import Chunk, Layout, Preparation, build_plan
+from leadline.model.state import CSA_PER_PAGE, State, StateSize, pages_for
 from leadline.model.transformer import Transformer
 from leadline.model.weights import WeightStore
 from leadline.reference import Reference
@@ -147,3 +151,84 @@ def engine_for(model: Reference, transformer: Transformer | None = None, **optio
     state = poisoned_state(model.config, memory)
     forward = (transformer or serving_model(model)).forward
     return Engine(forward, model.config, config, memory, state)
+
+
+@dataclass
+class Served:
+    """What `serve` leaves: each sequence's logits [S, V], the state, and each sequence's pages in order."""
+
+    logits: list[Tensor]
+    state: State
+    pages: list[Tensor]
+
+    def csa_entries(self, layer: int, sequence: int) -> Tensor:
+        """The entries [C, D] of a sequence in CSA layer number `layer` of its kind, written or not."""
+        return self._rows(self.state.csa_entries[layer], sequence, CSA_PER_PAGE)
+
+    def index_keys(self, layer: int, sequence: int) -> Tensor:
+        """The index keys [C, c] beside `csa_entries`."""
+        return self._rows(self.state.index_keys[layer], sequence, CSA_PER_PAGE)
+
+    def hca_entries(self, layer: int, sequence: int) -> Tensor:
+        """The entries [C, D] of a sequence in HCA layer number `layer` of its kind, written or not."""
+        return self._rows(self.state.hca_entries[layer], sequence, 1)
+
+    def _rows(self, pool: Tensor, sequence: int, per_page: int) -> Tensor:
+        return pool.unflatten(0, (-1, per_page))[self.pages[sequence]].flatten(0, 1)
+
+
+Cut = Callable[[int, int], int]
+"""(sequence, tokens computed) -> how many tokens the next step gets; 0 leaves the sequence out."""
+
+
+def serve(model: Transformer, sequences: list[Tensor], cut: Cut, dtype: torch.dtype = torch.float32) -> Served:
+    """Run token ids [S] of several requests through the serving model step by step, from poisoned memory."""
+    layout = Layout(len(sequences), model.config.sliding_window)
+    tokens = sum(len(ids) for ids in sequences)
+    need = [pages_for(len(ids)) for ids in sequences]
+    order = torch.randperm(sum(need), generator=torch.Generator().manual_seed(tokens))
+    pages = list(order.split(need))
+    table = np.full((len(sequences), max(need)), -1, np.int32)
+    for slot, own in enumerate(pages):
+        table[slot, : len(own)] = own.numpy()
+    size = StateSize(len(order), len(sequences), tokens, len(sequences))
+    state = poisoned_state(model.config, SimpleNamespace(size=size), dtype)
+    done = [0] * len(sequences)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    while any(start < len(ids) for start, ids in zip(done, sequences, strict=True)):
+        counts = [min(cut(i, done[i]), len(ids) - done[i]) for i, ids in enumerate(sequences)]
+        chunks = [Chunk(i, done[i], count) for i, count in enumerate(counts) if count]
+        if not chunks:
+            continue
+        ids = np.concatenate([sequences[c.slot][c.start : c.start + c.count].numpy() for c in chunks])
+        cells = [
+            (c.slot, page, int(table[c.slot, page]))
+            for c in chunks
+            for page in range(pages_for(c.start), pages_for(c.start + c.count))
+        ]
+        plan = build_plan(chunks, ids, table, layout, np.arange(len(ids)), [], Preparation(cells, [], []))
+        batch = plan.to_batch(CPU)
+        state.begin(batch)
+        parts = model.forward(batch, state).split([c.count for c in chunks])
+        state.commit(batch)
+        for chunk, part in zip(chunks, parts, strict=True):
+            logits[chunk.slot].append(part)
+            done[chunk.slot] += chunk.count
+    return Served([torch.cat(parts) for parts in logits], state, pages)
+
+
+def at_once(sequence: int, start: int) -> int:
+    """A `Cut` that runs everything in one step."""
+    return 1 << 30
+
+
+def one_by_one(sequence: int, start: int) -> int:
+    """A `Cut` that runs one token of each sequence a step."""
+    return 1
+
+
+def random_cut(seed: int) -> Cut:
+    """A `Cut` around every boundary there is, which now and then leaves a sequence out."""
+    rng = random.Random(seed)
+    sizes = [0, 1, 1, 2, 3, 4, 5, 7, 8, 31, 64, 127, 128, 129, 200]
+    return lambda sequence, start: rng.choice(sizes)

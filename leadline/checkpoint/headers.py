@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
         shown = self.problems[:SHOWN_PROBLEMS]
         if len(self.problems) > len(shown):
             shown.append(f"... and {len(self.problems) - len(shown)} more")
-        super().__init__("\n  - ".join([f"{subject}:", *shown]) if len(shown) > 1 else f"{subject}: {''.join(shown)}")
+        super().__init__(f"{subject}: {shown[0]}" if len(shown) == 1 else "\n  - ".join([f"{subject}:", *shown]))
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class StoredTensor:
     shard: str
     start: int
     end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return self.end - self.start
 
 
 def read_headers(folder: str | Path) -> dict[str, StoredTensor]:
@@ -132,9 +137,11 @@ def _compare_with_index(
 def _check_total_size(index: dict[str, Any], tensors: Iterable[StoredTensor], problems: list[str]) -> None:
     metadata = index.get("metadata")
     declared = metadata.get("total_size") if isinstance(metadata, dict) else None
-    total = sum(tensor.end - tensor.start for tensor in tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
     if declared is not None and declared != total:
-        problems.append(f"{INDEX_NAME}: metadata.total_size is {declared}, but the shards hold {total} bytes of tensors")
+        problems.append(
+            f"{INDEX_NAME}: metadata.total_size is {declared}, but the shards hold {total} bytes of tensors"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ one file
@@ -150,7 +157,9 @@ def _read_shard(folder: Path, shard: str, problems: list[str]) -> dict[str, Stor
             return {}
         (length,) = struct.unpack("<Q", prefix)
         if length > min(size - 8, MAX_HEADER_BYTES):
-            problems.append(f"{shard}: header of {length} bytes in a file of {size} bytes: truncated, or no safetensors")
+            problems.append(
+                f"{shard}: header of {length} bytes in a file of {size} bytes: truncated, or no safetensors"
+            )
             return {}
         header = _load_json(file.read(length), shard, problems)
     tensors = {}
@@ -207,7 +216,9 @@ def _parse_entry(name: str, entry: Any, shard: str, base: int, problems: list[st
         return None
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        problems.append(f"{name}: data_offsets {offsets} in {shard} do not fit {dtype} {shape}, which is {bits // 8} bytes")
+        problems.append(
+            f"{name}: data_offsets {offsets} in {shard} do not fit {dtype} {shape}, which is {bits // 8} bytes"
+        )
         return None
     return StoredTensor(dtype, tuple(shape), shard, base + offsets[0], base + offsets[1])
 

@@ -344,10 +344,11 @@ def to_native(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         yield part.name, part.of(tensor)
 
 
-def transformers_part(name: str, shape: Shape) -> Part:
+def transformers_part(name: str, shape: Shape, stacked: bool) -> Part:
     """Where a native tensor of `shape` belongs among the parameters of `transformers`.
 
-    Draft blocks have no place there and keep their native names, which it ignores.
+    Its routed experts are stacked, but from files it expands quantised ones only if they come one by one: so they are
+    written with `stacked` False. Draft blocks have no place there and keep their native names, which it ignores.
     """
     if name in _TOP:
         theirs = _TOP[name]
@@ -357,16 +358,16 @@ def transformers_part(name: str, shape: Shape) -> Part:
         return Part(name)
     prefix, leaf = f"model.layers.{layer[1]}.", layer[2]
     expert = _EXPERT.fullmatch(leaf)
-    if expert is not None:
-        index, matrix, suffix = int(expert[1]), expert[2], "" if expert[3] == "weight" else "_scale_inv"
-        if matrix == "w2":
-            return Part(f"{prefix}mlp.experts.down_proj{suffix}", index)
-        start = 0 if matrix == "w1" else shape[0]
-        return Part(f"{prefix}mlp.experts.gate_up_proj{suffix}", index, slice(start, start + shape[0]))
+    if expert is not None and stacked:
+        if expert[2] == "w2":
+            return Part(f"{prefix}mlp.experts.down_proj", int(expert[1]))
+        start = 0 if expert[2] == "w1" else shape[0]
+        return Part(f"{prefix}mlp.experts.gate_up_proj", int(expert[1]), slice(start, start + shape[0]))
     if leaf in _IN_LAYER:
         return Part(prefix + _IN_LAYER[leaf])
     stem, _, suffix = leaf.rpartition(".")
-    return Part(f"{prefix}{_IN_LAYER[stem]}.{'weight_scale_inv' if suffix == 'scale' else suffix}")
+    stem = _IN_LAYER[stem] if expert is None else f"mlp.experts.{expert[1]}.{expert[2]}"
+    return Part(f"{prefix}{stem}.{'weight_scale_inv' if suffix == 'scale' else suffix}")
 
 
 def lay_out(stored: Mapping[str, tuple[str, Shape]], layout: Layout) -> dict[str, tuple[str, Shape, list[Part]]]:
@@ -375,7 +376,8 @@ def lay_out(stored: Mapping[str, tuple[str, Shape]], layout: Layout) -> dict[str
         return {name: (dtype, shape, [Part(name)]) for name, (dtype, shape) in stored.items()}
     places: dict[str, list[tuple[str, Part]]] = {}
     for name, (_, shape) in stored.items():
-        part = transformers_part(name, shape)
+        weight = weight_of_scale(name) or name
+        part = transformers_part(name, shape, stacked=stored[weight][0] in ("BF16", "F32"))
         places.setdefault(part.name, []).append((name, part))
     return {theirs: _stacked(stored, parts) for theirs, parts in places.items()}
 

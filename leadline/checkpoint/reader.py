@@ -1,17 +1,13 @@
-"""Reading a checkpoint: everything is checked from headers, then tensors are streamed in pairs of scale and weight."""
+"""Opening a checkpoint: everything is checked from headers before any tensor is read, then tensors are streamed."""
 
 import logging
-import mmap
-import os
 import re
-import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from leadline.checkpoint.headers import CheckpointError, StoredTensor, read_headers
@@ -20,7 +16,6 @@ from leadline.checkpoint.names import (
     STORED_DTYPES,
     Kind,
     Part,
-    Shape,
     WeightFormat,
     WeightSpec,
     is_ignored,
@@ -31,6 +26,7 @@ from leadline.checkpoint.names import (
     weight_of_scale,
     weight_specs,
 )
+from leadline.checkpoint.stream import stream
 from leadline.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -38,64 +34,42 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-TORCH_DTYPES = {
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "I64": torch.int64,
+PLAIN_DTYPES: dict[Kind, tuple[str, ...]] = {
+    "plain_bf16": ("BF16", "F32"),
+    "plain_fp32": ("F32", "BF16"),
+    "int64": ("I64", "I32"),
 }
-"""The dtypes that a valid V4 checkpoint holds."""
+"""Allowed for tensors without scales: the released dtype, then what other software writes without harm."""
 
-PLAIN_DTYPES = {"plain_bf16": ("BF16", "F32"), "plain_fp32": ("F32", "BF16"), "int64": ("I64", "I32")}
-"""Tensors without scales: the released dtype first, then what `transformers` may have saved instead."""
-
-READ_THREADS = 4
-READ_BYTES = 32 << 20
-"""What one thread reads at once. At most twice `READ_THREADS` such pieces are read ahead of the consumer."""
-
-_DENSE_NAME = re.compile(r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|shared_experts\.w[123])\.weight")
-_EXPERT_NAME = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
-
-
-class Header(NamedTuple):
-    """A native tensor as its file's header describes it. fp4 matrices are "I8" [out, in / 2] whatever their container."""
-
-    dtype: str
-    shape: Shape
-    shard: str
+_DENSE = re.compile(r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|shared_experts\.w[123])\.weight")
+_EXPERT = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
+_FORMATS: dict[str, Any] = {"I8": "fp4", "F8_E4M3": "fp8", "BF16": "bf16", "F32": "fp32"}
 
 
 class Checkpoint:
     """A folder of safetensors with native or Hugging Face names, all of whose headers are sound.
 
-    `headers` has every tensor by native name. Raises FileNotFoundError, or CheckpointError listing every problem.
+    `headers` has every tensor by native name; a matrix of a stack of experts appears as a tensor of its own, packed
+    fp4 always as I8 [out, in / 2]. Raises FileNotFoundError, or CheckpointError listing every problem.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.headers: dict[str, Header] = {}
-        self._sources: dict[str, tuple[StoredTensor, Part]] = {}
+        self.headers: dict[str, StoredTensor] = {}
         self.ignored: list[str] = []
         problems: list[str] = []
         for name, stored in read_headers(folder).items():
             for part in native_parts(name, stored.shape):
-                self._add(name, stored, part, problems)
+                if is_ignored(part.name):
+                    self.ignored.append(part.name)
+                elif part.name in self.headers:
+                    problems.append(f"{part.name}: given twice, the second time as {name} in {stored.shard}")
+                else:
+                    self.headers[part.name] = _as_native(stored, part)
         if problems:
             raise CheckpointError(f"{folder} is not a usable checkpoint", problems)
         if self.ignored:
             log.warning("%s: ignoring %s", folder, ", ".join(self.ignored))
-
-    def _add(self, name: str, stored: StoredTensor, part: Part, problems: list[str]) -> None:
-        if is_ignored(part.name):
-            self.ignored.append(part.name)
-        elif part.name in self.headers:
-            problems.append(f"{part.name}: given twice, the second time as {name} in {stored.shard}")
-        else:
-            self.headers[part.name] = _native_header(stored, part)
-            self._sources[part.name] = (stored, part)
 
     @property
     def has_draft(self) -> bool:
@@ -105,79 +79,137 @@ class Checkpoint:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(_part_bytes(*source) for source in self._sources.values())
+        return sum(stored.nbytes for stored in self.headers.values())
 
     @property
     def format(self) -> WeightFormat:
         """How the weights are stored, by what most of the headers say. Raises CheckpointError where none tells."""
-        dense = self._most_common(_DENSE_NAME, {"F8_E4M3": "fp8", "BF16": "bf16", "F32": "fp32"})
-        experts = self._most_common(_EXPERT_NAME, {"I8": "fp4", "F8_E4M3": "fp8", "BF16": "bf16", "F32": "fp32"})
-        scales = Counter(header.dtype for name, header in self.headers.items() if weight_of_scale(name))
-        return WeightFormat(dense, experts, "f32" if scales["F32"] > scales["F8_E8M0"] else "e8m0")  # type: ignore[arg-type]
+        dense = self._most_common(_DENSE, ("F8_E4M3", "BF16", "F32"))
+        experts = self._most_common(_EXPERT, ("I8", "F8_E4M3", "BF16", "F32"))
+        scales = Counter(stored.dtype for name, stored in self.headers.items() if weight_of_scale(name))
+        return WeightFormat(dense, experts, "f32" if scales["F32"] > scales["F8_E8M0"] else "e8m0")
 
-    def _most_common(self, names: re.Pattern[str], formats: dict[str, str]) -> str:
-        counts = Counter(header.dtype for name, header in self.headers.items() if names.fullmatch(name))
+    def _most_common(self, names: re.Pattern[str], dtypes: tuple[str, ...]) -> Any:
+        counts = Counter(stored.dtype for name, stored in self.headers.items() if names.fullmatch(name))
         for dtype, _ in counts.most_common():
-            if dtype in formats:
-                return formats[dtype]
-        raise CheckpointError(
-            f"{self.folder} is not a usable checkpoint",
-            [f"no tensor like {names.pattern} has one of the dtypes {', '.join(formats)} (found: {dict(counts)})"],
-        )
+            if dtype in dtypes:
+                return _FORMATS[dtype]
+        what = "routed experts" if names is _EXPERT else "attention weights"
+        problem = f"no {what} with dtype {' or '.join(dtypes)} (found: {', '.join(counts) or 'none'})"
+        raise CheckpointError(f"{self.folder} is not a DeepSeek-V4 checkpoint", [problem])
 
     def validate(self, config: ModelConfig) -> None:
         """Compare every header with what `config` needs; raises CheckpointError listing every difference.
 
-        All draft blocks may be absent (see `has_draft`); one that is there must be whole.
+        The draft blocks may be absent all together (see `has_draft`), but not in part.
         """
         form = self.format
         problems = list(_contradictions(config, form, self.headers))
         specs = weight_specs(config)
         if not self.has_draft:
             specs = {name: spec for name, spec in specs.items() if not name.startswith("mtp.")}
-        known = set()
         for name, spec in specs.items():
-            known |= {name, scale_name(name)}
             problems += _check_weight(name, spec, form, self.headers)
-        problems += [
-            f"{name}: unknown tensor in {header.shard}" for name, header in self.headers.items() if name not in known
-        ]
+        for name, stored in self.headers.items():
+            if (weight_of_scale(name) or name) not in specs:
+                problems.append(f"{name}: unknown tensor in {stored.shard}")
         if problems:
             raise CheckpointError(f"{self.folder} does not fit its config", problems)
-
-    # -------------------------------------------------------------------------------------------- streaming
 
     def tensors(
         self, progress: Progress | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every (native name, tensor), a weight's scales directly before the weight; `only` names wanted weights.
+        """Every (native name, tensor) as a read-only view, the scales of a weight directly before it.
 
-        Tensors are read-only views of mapped files, which stay valid. Their pages are given back as the stream moves
-        on, so that resident memory does not grow with the checkpoint; a few threads read ahead.
+        `only` names the wanted weights, whose scales come with them. Memory: see `leadline.checkpoint.stream`.
         """
         order = self._reading_order(only)
-        total = sum(_part_bytes(*self._sources[name]) for name in order)
-        done = 0
-        files = {shard: _MappedFile(self.folder / shard) for shard in {self._sources[name][0].shard for name in order}}
-        with ThreadPoolExecutor(READ_THREADS, "read") as pool:
-            for pieces in _read_ahead(pool, files, [self._sources[name] for name in order]):
-                for index in pieces.indices:
-                    stored, part = self._sources[order[index]]
-                    yield order[index], part.of(files[stored.shard].tensor(stored))
-                    done += _part_bytes(stored, part)
-                    if progress is not None:
-                        progress(done, total)
-                pieces.release(files)
+        stored = [self.headers[name] for name in order]
+        done, total = 0, sum(tensor.nbytes for tensor in stored)
+        for name, header, tensor in zip(order, stored, stream(self.folder, stored), strict=True):
+            yield name, tensor
+            done += header.nbytes
+            if progress is not None:
+                progress(done, total)
 
     def _reading_order(self, only: Collection[str] | None) -> list[str]:
-        """Weights as they lie in the files, each after its scales."""
-        weights = [name for name in self._sources if weight_of_scale(name) not in self._sources]
-        if only is not None:
-            weights = [name for name in weights if name in only]
-        weights.sort(key=lambda name: (self._sources[name][0].shard, self._sources[name][0].start))
-        order = []
-        for name in weights:
-            if scale_name(name) in self._sources and name.endswith(".weight"):
+        """Names as they lie in the files, except that a weight's scales are moved before it."""
+        order: list[str] = []
+        for name in sorted(self.headers, key=lambda name: (self.headers[name].shard, self.headers[name].start)):
+            if weight_of_scale(name) in self.headers or (only is not None and name not in only):
+                continue
+            if scale_name(name) in self.headers:
                 order.append(scale_name(name))
             order.append(name)
         return order
+
+
+def _as_native(stored: StoredTensor, part: Part) -> StoredTensor:
+    """The bytes of one native tensor within a stored one, with containers of fp4 and e8m0 called by one name."""
+    shape, start, end = stored.shape, stored.start, stored.end
+    if part.expert is not None:
+        size = stored.nbytes // shape[0]
+        shape, start = shape[1:], start + part.expert * size
+        if part.rows is not None:
+            row = size // shape[0] if shape[0] else 0
+            shape = (part.rows.stop - part.rows.start, *shape[1:])
+            start, size = start + part.rows.start * row, shape[0] * row
+        end = start + size
+    dtype = stored.dtype
+    if weight_of_scale(part.name) and dtype == "U8":
+        dtype = "F8_E8M0"
+    elif _EXPERT.fullmatch(part.name) and dtype == "U8":
+        dtype = "I8"
+    elif _EXPERT.fullmatch(part.name) and dtype == "F4":
+        dtype, shape = "I8", (*shape[:-1], shape[-1] // 2)
+    return replace(stored, dtype=dtype, shape=shape, start=start, end=end)
+
+
+# ------------------------------------------------------------------------------------------------ validation
+
+
+def _contradictions(config: ModelConfig, form: WeightFormat, headers: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Where the config as a whole speaks of another checkpoint."""
+    if config.expert_dtype not in (None, form.experts):
+        yield f"config.json says expert_dtype is {config.expert_dtype!r}, but the expert tensors are {form.experts}"
+    if config.dspark is not None and "mtp.0.e_proj.weight" in headers:
+        yield "config.json describes a DSpark draft module (dspark_*), but the tensors are those of MTP"
+    if config.dspark is None and "mtp.0.main_proj.weight" in headers:
+        yield "the tensors hold a DSpark draft module, but config.json has no dspark_* keys"
+
+
+def _check_weight(
+    name: str, spec: WeightSpec, form: WeightFormat, headers: Mapping[str, StoredTensor]
+) -> Iterator[str]:
+    """Every problem of one weight and its scales."""
+    if spec.kind in PLAIN_DTYPES:
+        yield from _check_tensor(name, PLAIN_DTYPES[spec.kind], spec.shape, headers)
+        if name.endswith(".weight"):
+            yield from _check_absent(scale_name(name), f"its weight is {spec.kind} and has none", headers)
+        return
+    how = form.of(spec.kind)
+    yield from _check_tensor(name, (STORED_DTYPES[how],), packed_shape(spec.shape, how), headers)
+    scales = scale_shape(spec.shape, how)
+    if scales is None:
+        yield from _check_absent(scale_name(name), f"its weight is {how} and has none", headers)
+    else:
+        yield from _check_tensor(scale_name(name), (SCALE_DTYPES[form.scales],), scales, headers)
+
+
+def _check_tensor(
+    name: str, dtypes: tuple[str, ...], shape: tuple[int, ...], headers: Mapping[str, StoredTensor]
+) -> Iterator[str]:
+    stored = headers.get(name)
+    if stored is None:
+        yield f"{name}: missing (expected {dtypes[0]} {list(shape)})"
+        return
+    if stored.dtype not in dtypes:
+        yield f"{name}: expected dtype {' or '.join(dtypes)}, found {stored.dtype} in {stored.shard}"
+    if stored.shape != shape:
+        turned = ", which is transposed" if stored.shape == shape[::-1] else ""
+        yield f"{name}: expected shape {list(shape)}, found {list(stored.shape)}{turned}, in {stored.shard}"
+
+
+def _check_absent(name: str, why: str, headers: Mapping[str, StoredTensor]) -> Iterator[str]:
+    if name in headers:
+        yield f"{name}: unexpected scales in {headers[name].shard}, {why}"

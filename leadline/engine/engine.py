@@ -205,7 +205,7 @@ class Engine:
             first = last + 1
         rows = np.array(sampled_rows + scored_rows, np.int64)
         plan = build_plan(
-            step.chunks(), _ids(step), self.scheduler.page_table, self._layout, rows, step.writes, step.preparation
+            step.items, _ids(step), self.scheduler.page_table, self._layout, rows, step.writes, step.preparation
         )
         result = self.runner.launch(plan, self._sampling(sampled, scored))
         self._launched.append(_Launched(step, sampled, scored, result))

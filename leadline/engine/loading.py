@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer
 
-from leadline.checkpoint.loader import load
+from leadline.checkpoint.loader import load, progress_bar
 from leadline.checkpoint.reader import Checkpoint
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
@@ -51,9 +51,17 @@ def load_engine(config: EngineConfig, progress: bool) -> Engine:
     keep = checkpoint.format if keeps_formats(config.dtype, device) else None
     weights = WeightStore(model, keep, dtype, native, device)
     transformer = Transformer(model, weights)
-    load(model, weights.slots, checkpoint, progress)
+    _load_weights(model, weights, checkpoint, progress)
     state = State(model, memory.size, dtype, device)
     return Engine(transformer.forward, model, config, memory, state, tokenizer)
+
+
+def _load_weights(model: ModelConfig, weights: WeightStore, checkpoint: Checkpoint, progress: bool) -> None:
+    if not progress:
+        load(model, weights.slots, checkpoint)
+        return
+    with progress_bar("loading") as bar:
+        load(model, weights.slots, checkpoint, bar)
 
 
 def read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:

@@ -1,5 +1,6 @@
 """The step plan: everything a step does, built on the host with NumPy and sent to the device in one copy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -21,7 +22,7 @@ class Layout:
     ring: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens `start .. start + count - 1` of the request in `slot`."""
 
@@ -98,7 +99,7 @@ class Preparation:
 
 
 def build_plan(
-    chunks: list[Chunk],
+    chunks: Sequence[Chunk],
     ids: Ints,
     page_table: NDArray[np.int32],
     layout: Layout,
@@ -154,7 +155,7 @@ class _Rows:
     chunks: Ints
 
     @classmethod
-    def of(cls, chunks: list[Chunk]) -> "_Rows":
+    def of(cls, chunks: Sequence[Chunk]) -> "_Rows":
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         counts = np.array([chunk.count for chunk in chunks], np.int64)
         slots = np.array([chunk.slot for chunk in chunks], np.int64)

@@ -34,7 +34,9 @@ class Request:
     priority: int = 0
     salt: str = ""
     reuse: bool = True
-    """Whether it takes part in prefix reuse."""
+    """Whether it may take part in prefix reuse,"""
+    shares: bool = False
+    """and whether it does in its present life."""
     bad_words: list[list[int]] = field(default_factory=list)
     leader: "Request | None" = None
     """The choice that runs the prompt for this one, until it has."""
@@ -81,11 +83,6 @@ class Request:
     def complete(self) -> bool:
         """Whether it has, or will have once the device is read, as many tokens as it may."""
         return self.known + self.in_flight >= self.last_position
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is left to compute: the last token of a complete output never is."""
-        return self.complete and self.remaining <= min(1, self.output_length)
 
     @property
     def sequential(self) -> bool:

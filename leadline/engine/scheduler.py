@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leadline.cache.pages import Pool
-from leadline.cache.prefix import Node, PrefixIndex
+from leadline.cache.prefix import Match, Node, PrefixIndex
 from leadline.config import PAGE_TOKENS
 from leadline.engine.plan import Chunk, FrontierWrite, Preparation
 from leadline.engine.request import Request
@@ -32,18 +32,20 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Item:
-    """One chunk of a step: tokens `start .. end - 1` of `request`, and whether a token is sampled after them."""
+class Item(Chunk):
+    """One chunk of a step, whose it is, and whether a token is sampled after it."""
 
     request: Request
-    slot: int
-    start: int
-    end: int
     samples: bool
     life: int
     """`request.preemptions` at the time: results of an earlier life only bring a token."""
     forks: list[Request] = field(default_factory=list)
     """Other choices that sample from the same logits and go on from the same state."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request that are computed after the step."""
+        return self.start + self.count
 
 
 @dataclass(slots=True)
@@ -65,10 +67,6 @@ class Step:
     snapshots: list[PlannedSnapshot]
     writes: list[FrontierWrite]
     preparation: Preparation
-
-    def chunks(self) -> list[Chunk]:
-        """The chunks in the order of their rows."""
-        return [Chunk(item.slot, item.start, item.end - item.start) for item in self.items]
 
 
 class QueueFull(RuntimeError):
@@ -137,16 +135,20 @@ class Scheduler:
         """Decide the next step, or None if no request can go on now."""
         step = Step([], [], [], Preparation([], [], self._forked_pages))
         self._forked_pages = []
-        ready = [r for r in self.running if not r.idle and not (r.in_flight and r.sequential)]
-        budget = self.limits.step_tokens - sum(r.remaining == 1 for r in ready)
-        for request in ready:
+        ready = [
+            (request, remaining)
+            for request in self.running
+            if (remaining := request.remaining) > (request.complete and request.output_length > 0)
+            and not (request.in_flight and request.sequential)
+        ]
+        budget = self.limits.step_tokens - sum(remaining == 1 for _, remaining in ready)
+        for request, remaining in ready:
             if request.slot < 0:  # preempted for an older one just now
                 continue
-            count = request.remaining
-            if count > 1:
-                count = min(count, budget, self.limits.chunk_tokens)
-            if count and self._reserve(step, request, request.computed + count):
-                budget -= count if request.remaining > 1 else 0
+            count = 1 if remaining == 1 else min(remaining, budget, self.limits.chunk_tokens)
+            end = request.computed + count
+            if count and (end <= len(request.pages) * PAGE_TOKENS or self._reserve(step, request, end)):
+                budget -= count if remaining > 1 else 0
                 self._plan(step, request, count)
         self._admit(step, budget)
         if not step.items:
@@ -157,14 +159,23 @@ class Scheduler:
     def _reserve(self, step: Step, request: Request, tokens: int) -> bool:
         """Give the request pages for `tokens` tokens, preempting newer ones that are not in the step yet if need be."""
         while len(request.pages) < pages_for(tokens):
-            if not self._add_page(step, request):
-                taken = {id(other) for item in step.items for other in (item.request, *item.forks)}
-                newer = reversed(self.running[self.running.index(request) + 1 :])
-                victim = next((other for other in newer if id(other) not in taken), None)
-                if victim is None:
-                    return False
+            if self._add_page(step, request):
+                continue
+            taken = {id(other) for item in step.items for other in (item.request, *item.forks)}
+            newer = reversed(self.running[self.running.index(request) + 1 :])
+            victim = next((other for other in newer if id(other) not in taken), None)
+            if victim is not None:
                 self._preempt(victim)
+            elif request is self.running[0] and request.shares:
+                self._stop_sharing(request)
+            else:
+                return False
         return True
+
+    def _stop_sharing(self, request: Request) -> None:
+        """The oldest request must get on: let go of prefixes that it keeps from eviction but does not read itself."""
+        self.index.release(request.path)
+        request.path, request.trailing, request.shares = [], None, False
 
     def _add_page(self, step: Step, request: Request) -> bool:
         if self.pages.free == 0 and not self.index.evict_page():
@@ -188,12 +199,12 @@ class Scheduler:
     def _plan(self, step: Step, request: Request, count: int) -> None:
         """Put the next `count` tokens of a running request, whose pages are reserved, into the step."""
         start, end = request.computed, request.computed + count
-        samples = count == request.remaining and not request.complete
-        item = Item(request, request.slot, start, end, samples, request.preemptions)
+        samples = end == request.known + request.in_flight and not request.complete
+        item = Item(request.slot, start, count, request, samples, request.preemptions)
         step.items.append(item)
         request.computed = end
         self.tokens_run += count
-        if request.reuse and end // PAGE_TOKENS > start // PAGE_TOKENS:
+        if request.shares and end // PAGE_TOKENS > start // PAGE_TOKENS:
             self._plan_snapshots(step, request, start, end)
         if samples:
             if request.followers:
@@ -245,8 +256,7 @@ class Scheduler:
             if match is not None and match.promised:
                 match.path[-1].wanted = True
                 continue
-            path = match.path if match else []
-            if not self._start(step, request, path, match.reusable if match else 0):
+            if not self._start(step, request, match or Match([], 0)):
                 return
             count = min(request.remaining, budget, self.limits.chunk_tokens)
             while len(request.pages) < pages_for(request.computed + count):
@@ -255,35 +265,44 @@ class Scheduler:
             self._plan(step, request, count)
             budget -= count
 
-    def _start(self, step: Step, request: Request, path: list[Node], reusable: int) -> bool:
-        """Make `request` run from the snapshot at `path[reusable - 1]`; False if there is no room for its tokens."""
-        idle = sum(node.users == 0 for node in path)
-        if pages_for(request.known) - reusable > self.pages.free + self.index.idle_pages - idle:
+    def _start(self, step: Step, request: Request, match: Match) -> bool:
+        """Make `request` run from the last snapshot of `match`; False if there is no room for its tokens."""
+        request.shares = request.reuse
+        idle = sum(node.users == 0 for node in match.path)
+        if pages_for(request.known) - match.reusable > self.pages.free + self.index.idle_pages - idle:
+            if self.running:
+                return False
+            request.shares, match = False, Match([], 0)  # alone, it may have every page there is
+        slot = self._first_slot(step, match)
+        if slot < 0:
             return False
+        path = match.path
         for node in path:
             self.index.use(node)
-        source = path[reusable - 1] if reusable else None
-        slot = self._take_slot(keep=source)
-        if slot >= 0 and source is not None:
-            step.preparation.slot_copies.append((source.snapshot, slot))
-        elif slot < 0 and source is not None:
-            slot = self.index.take_snapshot(source)  # the last slot there is: go on in the snapshot itself
-        if slot < 0:
-            self.index.release(path)
-            return False
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_order)
         request.slot, request.path = slot, path
-        for node in path[:reusable]:
+        for node in path[: match.reusable]:
             self.pages.hold(node.page)
             self._set_page(step, request, node.page)
-        request.computed, request.fulfilled = reusable * PAGE_TOKENS, reusable
-        if request.reuse:
+        request.computed, request.fulfilled = match.reusable * PAGE_TOKENS, match.reusable
+        if request.shares:
             self.index.extend(path, request.tokens[: request.known], request.salt)
         if request.reused < 0:
             request.reused = request.computed
         self.tokens_reused += request.computed
         return True
+
+    def _first_slot(self, step: Step, match: Match) -> int:
+        """A slot to start in, with the snapshot of `match` in it by the time the step runs; -1 if there is none."""
+        if match.reusable == 0:
+            return self._take_slot()
+        source = match.path[match.reusable - 1]
+        slot = self._take_slot(keep=source)
+        if slot < 0:
+            return self.index.take_snapshot(source)  # the last slot there is: go on in the snapshot itself
+        step.preparation.slot_copies.append((source.snapshot, slot))
+        return slot
 
     def _fork(self, step: Step, item: Item) -> None:
         """Start the other choices of a prompt whose last chunk this is: share full pages, copy the rest."""
@@ -305,7 +324,7 @@ class Scheduler:
             return False
         self.waiting.remove(follower)
         bisect.insort(self.running, follower, key=_order)
-        follower.slot, follower.path = slot, list(leader.path)
+        follower.slot, follower.path, follower.shares = slot, list(leader.path), leader.shares
         for node in follower.path:
             self.index.use(node)
         for page in leader.pages[: end // PAGE_TOKENS]:
@@ -327,7 +346,7 @@ class Scheduler:
             for request in (item.request, *item.forks):
                 life = item.life if request is item.request else 0
                 alive = request.slot >= 0 and request.preemptions == life
-                if alive and request.reuse and item.end // PAGE_TOKENS > request.fulfilled:
+                if alive and request.shares and item.end // PAGE_TOKENS > request.fulfilled:
                     self._fulfil(request, item.end // PAGE_TOKENS)
         for planned in step.snapshots:
             request, depth = planned.request, planned.position // PAGE_TOKENS

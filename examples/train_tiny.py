@@ -1,0 +1,504 @@
+"""Train the tiny DeepSeek-V4 that ships with Leadline. The model is `leadline/reference.py`, unchanged.
+
+    python examples/tiny_data.py --out build/tiny-data
+    python examples/train_tiny.py --data build/tiny-data --out build/tiny --minutes 9
+    python examples/export_tiny.py --weights build/tiny --data build/tiny-data --out leadline/tiny
+
+Two stages share one set of parameters. The first learns in bf16, with every entry visible. The second doubles the
+length, rounds activations, window rows, entries and index keys as official inference does (`native`), lets CSA
+layers read only the best `index_topk` entries, and computes with weights rounded to their storage format, while the
+optimizer keeps the unrounded ones: the straight-through estimator. So the shipped files behave as trained.
+
+The training time, not a number of steps, sets the schedule. A run that was stopped goes on from `--out`.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from tiny_eval import Data, evaluate
+from torch import Tensor, nn
+
+from leadline.checkpoint.names import weight_specs
+from leadline.config import ModelConfig, Ratio
+from leadline.formats import fp4_round_trip, fp8_dequantize, fp8_quantize_weight
+from leadline.reference import Reference
+
+CONFIG = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 3072,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "sliding_window": 32,
+    "compress_ratios": [0, 4, 128, 4, 128, 4, 0],
+    "num_hash_layers": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 32,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-06,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 65536,
+    "num_nextn_predict_layers": 1,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+
+DRAFT_WEIGHT = 0.2
+"""Share of the MTP block's loss: it also trains the main model to look one token further."""
+BALANCE_RATE = 1e-3
+"""Change of an expert's bias per step, up when it got less than its share of tokens, else down (DeepSeek-V3)."""
+EXPORT_BYTES = 15 * 2**20
+"""Largest file of fp32 weights that is written."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run: until `until` of the training time, rows of `length` tokens, `tokens` of them a step."""
+
+    until: float
+    length: int
+    tokens: int
+    native: bool
+
+
+def main() -> None:
+    arguments = read_arguments()
+    start = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # one graph per layer kind and stage
+    load_compile_cache(arguments.compile_cache)
+    stages = (
+        Stage(0.6, arguments.length, arguments.tokens, native=False),
+        Stage(1.0, 2 * arguments.length, arguments.tokens, native=True),
+    )
+    data = Data(arguments.data / "data.npz", arguments.device)
+    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.device, arguments.compile, arguments.learning_rate)
+    run.resume(arguments.out)
+    for stage in range(len(stages)):
+        run.warm_up(stage, data)
+    save_compile_cache(arguments.compile_cache)
+    print(f"ready after {time.monotonic() - start:.0f} s, {sum(p.numel() for p in run.weights.values()):,} parameters")
+    if arguments.profile:
+        profile(run, data)
+    run.train(data, arguments.minutes * 60 - (time.monotonic() - start) - arguments.reserve, arguments.out)
+    run.save(arguments.out)
+    run.export(arguments.out)
+    run.round_weights()
+    most = arguments.held_out
+    report = {name: evaluate(model, data, most=most, **how) for name, (model, how) in run.final_models().items()}
+    (arguments.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    print(f"done after {time.monotonic() - start:.0f} s")
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder written by tiny_data.py")
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights, state, curve and report")
+    parser.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole run")
+    parser.add_argument("--reserve", type=float, default=30.0, help="seconds of it kept for saving and evaluation")
+    parser.add_argument("--held-out", type=int, default=200, help="documents of each kind to measure")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens a step")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens a row in the first stage; the second doubles it"
+    )
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile-cache", type=Path, help="file that keeps compiled kernels from run to run")
+    parser.add_argument("--profile", action="store_true", help="print where the time of some steps goes")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------- start
+
+
+def initialise(model: Reference) -> None:
+    """Start values: small embeddings and outputs, streams that keep apart, hash experts drawn at random."""
+    config = model.config
+    depth = (2 * config.num_hidden_layers) ** -0.5
+    with torch.no_grad():
+        model.embed.weight.mul_(0.3)
+        model.head.weight.mul_(0.3)
+        for layer in (*model.layers, *model.mtp):
+            for weight in (layer.attn.wo_b.weight, layer.ffn.experts.w2, layer.ffn.shared_experts.w2.weight):
+                weight.mul_(depth)
+            for base in (layer.hc_attn_base, layer.hc_ffn_base):
+                base[2 * config.hc_mult :] += 2 * torch.eye(config.hc_mult).flatten()
+            if layer.ffn.gate.hashed:
+                order = torch.rand(config.vocab_size, config.n_routed_experts).argsort(-1)
+                layer.ffn.gate.tid2eid.copy_(order[:, : config.num_experts_per_tok])
+
+
+def watch_load(model: Reference) -> None:
+    """Make every gate with a bias count the tokens of each of its experts in `gate.load`."""
+
+    def count(gate: nn.Module, _: tuple[Tensor, ...], weights: Tensor) -> None:
+        gate.load.add_((weights.detach() > 0).sum((0, 1)))
+
+    for layer in (*model.layers, *model.mtp):
+        gate = layer.ffn.gate
+        if not gate.hashed:
+            gate.register_buffer("load", torch.zeros(gate.weight.shape[0], device=gate.weight.device), persistent=False)
+            gate.register_forward_hook(count)
+
+
+def detach_indexers(model: Reference) -> None:
+    """Let the indexers' own loss train the indexers alone."""
+    for layer in model.layers:
+        if layer.attn.ratio == Ratio.CSA:
+            layer.attn.indexer.register_forward_pre_hook(lambda _, inputs: tuple(x.detach() for x in inputs))
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+
+class IndexLoss:
+    """Observes a forward pass and sums up how far each indexer's scores are from the attention they must predict.
+
+    Top-k selection passes no gradient, so an indexer learns from this loss alone: the cross-entropy between the
+    attention that all heads together give to the entries read and the softmax of their scores.
+    """
+
+    def __init__(self) -> None:
+        self.scores: Tensor | None = None
+        self.losses: list[Tensor] = []
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        if name.endswith("index_scores"):
+            self.scores = value
+        elif name.endswith("attn.weights") and self.scores is not None:
+            received = value[..., -self.scores.shape[-1] :].detach().sum(2)
+            share = received / received.sum(-1, keepdim=True).clamp(min=1e-6)
+            predicted = self.scores.masked_fill(received == 0, -1e9).log_softmax(-1)
+            self.losses.append(-(share * predicted).sum(-1).mean())
+            self.scores = None
+
+
+def main_loss(model: Reference, streams: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the main model's logits [B, S, V] at the streams [B, S, n, d], targets [B, S]."""
+    return F.cross_entropy(model.logits(model, streams).flatten(0, 1), targets.flatten())
+
+
+def draft_loss(model: Reference, streams: Tensor, next_ids: Tensor, targets: Tensor) -> Tensor:
+    """The same of the MTP block, which reads the streams at t and the tokens at t + 1 and predicts t + 2."""
+    return F.cross_entropy(model.draft_logits(streams, next_ids).flatten(0, 1), targets.flatten())
+
+
+# ------------------------------------------------------------------------------------------------------ run
+
+
+class Run:
+    """Everything that changes while training: parameters, optimizer, clock, curve.
+
+    `weights` are the unrounded fp32 values that the optimizer moves; the models' parameters are what the forward
+    pass computes with, either the same values or their rounding. Both stages' models share their parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, stages: tuple[Stage, ...], device: str, compiled: bool, learning_rate: float
+    ) -> None:
+        self.stages, self.device, self.peak = stages, device, learning_rate
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        see_all = dataclasses.replace(config, index_topk=config.max_position_embeddings)
+        first = Reference(see_all, dtype=dtype)
+        initialise(first)
+        first.to(device)
+        second = Reference(config, native=True, dtype=dtype).to(device)
+        second.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+        self.models = (first, second)
+        for model in self.models:
+            prepare(model, device, compiled)
+        self.parameters = dict(first.named_parameters())
+        self.weights = {name: value.detach().clone().requires_grad_() for name, value in self.parameters.items()}
+        self.rounding = rounding_functions(config, self.weights)
+        matrices = [weight for weight in self.weights.values() if weight.dim() > 1]
+        vectors = [weight for weight in self.weights.values() if weight.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=device == "cuda")
+        self.main_loss = torch.compile(main_loss, dynamic=False) if compiled else main_loss
+        self.draft_loss = torch.compile(draft_loss, dynamic=False) if compiled else draft_loss
+        self.seconds, self.step, self.tokens = 0.0, 0, 0
+        self.curve: list[dict[str, float]] = []
+
+    def loss(self, stage: int, data: Data) -> tuple[Tensor, ...]:
+        """(total, main, draft, index) losses of one batch, on the device."""
+        model, plan = self.models[stage], self.stages[stage]
+        rows = data.rows(plan.tokens // plan.length, plan.length + 2)
+        ids, next_ids, targets = rows[:, :-2], rows[:, 1:-1], rows[:, 2:]
+        index = IndexLoss()
+        streams = model.streams(ids, observe=index)
+        main = self.main_loss(model, streams, next_ids)
+        draft = self.draft_loss(model, streams, next_ids, targets)
+        indexing = torch.stack(index.losses).mean()
+        return main + DRAFT_WEIGHT * draft + indexing, main.detach(), draft.detach(), indexing.detach()
+
+    def warm_up(self, stage: int, data: Data) -> None:
+        """Compile a stage's forward and backward pass."""
+        begin = time.monotonic()
+        self.loss(stage, data)[0].backward()
+        self.clear_gradients()
+        for gate in self.gates(stage):
+            gate.load.zero_()
+        synchronize(self.device)
+        print(f"stage {stage + 1} compiled in {time.monotonic() - begin:.0f} s")
+
+    def train(self, data: Data, seconds: float, out: Path) -> None:
+        """Train until the clock, which counts earlier runs too, shows `seconds` more than now."""
+        end, begin, log = self.seconds + seconds, time.monotonic() - self.seconds, Log(self.device)
+        with progress_bar() as bar:
+            task = bar.add_task("training", total=end, completed=self.seconds)
+            while self.seconds < end:
+                share = self.seconds / end
+                stage = next(i for i, plan in enumerate(self.stages) if share < plan.until)
+                losses = self.update(stage, share, data)
+                self.seconds = time.monotonic() - begin
+                if self.step % 50 == 0 or self.step < 3:
+                    self.curve.append(log.line(self, stage, losses, share))
+                    bar.update(task, completed=self.seconds, description=f"loss {self.curve[-1]['loss']:.3f}")
+                if self.step % 2000 == 0:
+                    self.save(out)
+        write_curve(self.curve, out)
+
+    def update(self, stage: int, share: float, data: Data) -> tuple[Tensor, ...]:
+        """One step of the optimizer at `share` of the training time."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak * min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share)
+        losses = self.loss(stage, data)
+        losses[0].backward()
+        for name, weight in self.weights.items():
+            weight.grad = self.parameters[name].grad
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        self.optimizer.step()
+        self.clear_gradients()
+        if self.stages[stage].native:
+            self.round_weights()
+        else:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
+        self.balance(stage)
+        self.step += 1
+        self.tokens += self.stages[stage].tokens
+        return losses
+
+    def clear_gradients(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            self.weights[name].grad = None
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Set the models' parameters to the values that a checkpoint would hold."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.rounding[name](self.weights[name]))
+
+    def gates(self, stage: int) -> list[nn.Module]:
+        model = self.models[stage]
+        return [layer.ffn.gate for layer in (*model.layers, *model.mtp) if not layer.ffn.gate.hashed]
+
+    @torch.no_grad()
+    def balance(self, stage: int) -> None:
+        for gate in self.gates(stage):
+            gate.bias.add_((gate.load.mean() - gate.load).sign(), alpha=BALANCE_RATE)
+            gate.load.zero_()
+
+    def final_models(self) -> dict[str, tuple[Reference, dict[str, bool]]]:
+        """What the report compares: as shipped, and as shipped with nothing but the window to read."""
+        return {"shipped": (self.models[-1], {}), "window only": (self.models[-1], {"window_only": True})}
+
+    def state(self) -> dict[str, Tensor]:
+        """All values by reference name, unrounded."""
+        values = dict(self.models[0].state_dict())
+        return {name: self.weights.get(name, value).detach().cpu().contiguous() for name, value in values.items()}
+
+    def save(self, out: Path) -> None:
+        """Write what `resume` needs; the file appears whole or not at all."""
+        state = {"weights": self.state(), "optimizer": self.optimizer.state_dict(), "curve": self.curve}
+        state |= {"seconds": self.seconds, "step": self.step, "tokens": self.tokens}
+        torch.save(state, out / "state.pt.part")
+        (out / "state.pt.part").replace(out / "state.pt")
+
+    def resume(self, out: Path) -> None:
+        """Go on from the state in `out`, if there is one."""
+        if not (out / "state.pt").exists():
+            return
+        state = torch.load(out / "state.pt", map_location=self.device, weights_only=True)
+        self.models[0].load_state_dict(state["weights"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.curve, self.seconds, self.step, self.tokens = (state[k] for k in ("curve", "seconds", "step", "tokens"))
+        print(f"going on from step {self.step}")
+
+    def export(self, out: Path) -> None:
+        """Write the unrounded values in files of at most `EXPORT_BYTES`."""
+        parts: list[dict[str, Tensor]] = [{}]
+        for name, value in self.state().items():
+            size = sum(tensor.nbytes for tensor in parts[-1].values())
+            if size + value.nbytes > EXPORT_BYTES:
+                parts.append({})
+            parts[-1][name] = value
+        for number, part in enumerate(parts, start=1):
+            save_file(part, out / f"weights-{number}.safetensors")
+
+
+def prepare(model: Reference, device: str, compiled: bool) -> None:
+    """Hooks for balance and indexers; rotation tables on the device; each layer compiled on its own."""
+    watch_load(model)
+    detach_indexers(model)
+    for module in model.modules():
+        if hasattr(module, "frequencies"):
+            module.frequencies = module.frequencies.to(device)
+    if compiled:
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+
+
+def rounding_functions(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """For each parameter of the reference, the function that rounds it to its storage format."""
+    functions = {
+        "fp8": lambda w: fp8_dequantize(*fp8_quantize_weight(w), torch.float32),
+        "expert": fp4_round_trip,
+        "plain_bf16": lambda w: w.bfloat16().float(),
+        "plain_fp32": lambda w: w,
+    }
+    specs = weight_specs(config)
+    stacked = {
+        name: name.replace(".experts.", ".experts.0.") + ".weight" for name in weights if ".ffn.experts." in name
+    }
+    return {name: functions[specs[stacked.get(name, name)].kind] for name in weights}
+
+
+# ---------------------------------------------------------------------------------------------------- show
+
+
+class Log:
+    """Prints and records where the run is; reading the losses is the only wait for the device."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.tokens, self.time = device, 0, time.monotonic()
+
+    def line(self, run: Run, stage: int, losses: tuple[Tensor, ...], share: float) -> dict[str, float]:
+        values = torch.stack([loss.detach().float() for loss in losses]).tolist()
+        now, done = time.monotonic(), run.tokens
+        rate = (done - self.tokens) / (now - self.time)
+        self.tokens, self.time = done, now
+        entry = dict(zip(("total", "loss", "draft_loss", "index_loss"), values, strict=True))
+        entry |= {"step": run.step, "seconds": round(run.seconds, 1), "tokens": done, "tokens_per_second": round(rate)}
+        print(
+            f"step {run.step:6} stage {stage + 1} {share:5.1%} loss {entry['loss']:.4f} draft {entry['draft_loss']:.4f} "
+            f"index {entry['index_loss']:.4f} {rate:,.0f} tokens/s"
+        )
+        return entry
+
+
+def progress_bar() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), "{task.percentage:.1f}%", TimeRemainingColumn())
+
+
+def write_curve(curve: list[dict[str, float]], out: Path) -> None:
+    """`curve.csv`, and `curve.png` where matplotlib is installed."""
+    with (out / "curve.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(curve[0]))
+        writer.writeheader()
+        writer.writerows(curve)
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for name in ("loss", "draft_loss", "index_loss"):
+        axes.plot([entry["tokens"] / 1e6 for entry in curve], [entry[name] for entry in curve], label=name)
+    axes.set(xlabel="million tokens", ylabel="nats", ylim=(0, None))
+    axes.legend()
+    figure.savefig(out / "curve.png", dpi=120)
+
+
+def profile(run: Run, data: Data) -> None:
+    """Print the operations that take most time in three steps of each stage (losses only, nothing is updated)."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if run.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for stage in range(len(run.stages)):
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(3):
+                run.loss(stage, data)[0].backward()
+                run.clear_gradients()
+            synchronize(run.device)
+        key = "self_cuda_time_total" if run.device == "cuda" else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def load_compile_cache(path: Path | None) -> None:
+    if path is not None and path.exists():
+        torch.compiler.load_cache_artifacts(path.read_bytes())
+
+
+def save_compile_cache(path: Path | None) -> None:
+    if path is not None and not path.exists() and (artifacts := torch.compiler.save_cache_artifacts()) is not None:
+        path.write_bytes(artifacts[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m leadline` is the `leadline` command."""
+
+from leadline.cli.main import main
+
+main()
