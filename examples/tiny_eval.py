@@ -14,6 +14,9 @@ EOS, ANSWER = 1, 6
 LONGEST_ANSWER = 24
 """Longer answers are stories, of which no single text is right."""
 
+BATCH = 32
+"""Rows measured at once."""
+
 
 class Data:
     """`data.npz` as written by `tiny_data.py`, with the training part on `device`."""
@@ -69,7 +72,7 @@ def evaluate(
 def _evaluate_rows(model: Reference, rows: list[Tensor], device: str, window_only: bool) -> dict[str, float]:
     size = max(len(row) for row in rows)
     loss = tokens = right = answers = agreed = drafts = 0.0
-    for batch in (rows[i : i + 16] for i in range(0, len(rows), 16)):
+    for batch in (rows[i : i + BATCH] for i in range(0, len(rows), BATCH)):
         ids = torch.stack([F.pad(row, (0, size - len(row)), value=EOS) for row in batch]).to(device)
         streams = model.streams(ids, window_only)
         logits = model.logits(model, streams)

@@ -137,9 +137,7 @@ def main() -> None:
     run.train(data, arguments.minutes * 60 - (time.monotonic() - start) - arguments.reserve, arguments.out)
     run.save(arguments.out)
     run.export(arguments.out)
-    run.round_weights()
-    most = arguments.held_out
-    report = {name: evaluate(model, data, most=most, **how) for name, (model, how) in run.final_models().items()}
+    report = run.report(data, arguments.held_out)
     (arguments.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     print(f"done after {time.monotonic() - start:.0f} s")
@@ -159,7 +157,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile-cache", type=Path, help="file that keeps compiled kernels from run to run")
+    parser.add_argument("--compile-cache", type=Path, help="folder that keeps compiled kernels from run to run")
     parser.add_argument("--profile", action="store_true", help="print where the time of some steps goes")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -357,9 +355,16 @@ class Run:
             gate.bias.add_((gate.load.mean() - gate.load).sign(), alpha=BALANCE_RATE)
             gate.load.zero_()
 
-    def final_models(self) -> dict[str, tuple[Reference, dict[str, bool]]]:
-        """What the report compares: as shipped, and as shipped with nothing but the window to read."""
-        return {"shipped": (self.models[-1], {}), "window only": (self.models[-1], {"window_only": True})}
+    def report(self, data: Data, most: int) -> dict[str, dict[str, dict[str, float]]]:
+        """Held-out figures as trained, as shipped (rounded), and as shipped with nothing but the window to read."""
+        first, second = self.models
+        with torch.compiler.set_stance("force_eager"):  # rows of many lengths are not worth compiling for
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
+            trained = evaluate(first, data, most=most)
+            self.round_weights()
+            shipped, window_only = (evaluate(second, data, most=most, window_only=alone) for alone in (False, True))
+        return {"trained": trained, "shipped": shipped, "window only": window_only}
 
     def state(self) -> dict[str, Tensor]:
         """All values by reference name, unrounded."""
@@ -440,11 +445,9 @@ class Log:
         rate = (done - self.tokens) / (now - self.time)
         self.tokens, self.time = done, now
         entry = dict(zip(("total", "loss", "draft_loss", "index_loss"), values, strict=True))
-        entry |= {"step": run.step, "seconds": round(run.seconds, 1), "tokens": done, "tokens_per_second": round(rate)}
-        print(
-            f"step {run.step:6} stage {stage + 1} {share:5.1%} loss {entry['loss']:.4f} draft {entry['draft_loss']:.4f} "
-            f"index {entry['index_loss']:.4f} {rate:,.0f} tokens/s"
-        )
+        entry |= {"step": run.step, "seconds": round(run.seconds, 1), "tokens": done, "rate": round(rate)}
+        figures = " ".join(f"{name} {entry[name]:.4f}" for name in ("loss", "draft_loss", "index_loss"))
+        print(f"step {run.step:6} stage {stage + 1} {share:6.1%} {figures} {rate:,.0f} tokens/s", flush=True)
         return entry
 
 
@@ -471,18 +474,28 @@ def write_curve(curve: list[dict[str, float]], out: Path) -> None:
 
 
 def profile(run: Run, data: Data) -> None:
-    """Print the operations that take most time in three steps of each stage (losses only, nothing is updated)."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if run.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    """Print how long a step of each stage takes, how busy it keeps the GPU, and its most costly operations."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for stage in range(len(run.stages)):
+        run.loss(stage, data)[0].backward()
+        synchronize(run.device)
+        begin = time.monotonic()
+        for _ in range(10):
+            run.loss(stage, data)[0].backward()
+            run.clear_gradients()
+        synchronize(run.device)
+        print(f"stage {stage + 1}: forward and backward {(time.monotonic() - begin) * 100:.1f} ms")
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(3):
                 run.loss(stage, data)[0].backward()
                 run.clear_gradients()
             synchronize(run.device)
-        key = "self_cuda_time_total" if run.device == "cuda" else "self_cpu_time_total"
-        print(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
+        kernels = [event for event in profiler.key_averages() if event.device_type == torch.profiler.DeviceType.CUDA]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        busy = sum(event.self_device_time_total for event in kernels) / 3000
+        print(f"GPU busy {busy:.1f} ms a step, {sum(event.count for event in kernels) // 3} kernels; the longest:")
+        for event in kernels[:25]:
+            print(f"{event.self_device_time_total / 3000:8.3f} ms {event.count // 3:5} x {event.key[:90]}")
 
 
 def synchronize(device: str) -> None:
@@ -490,14 +503,20 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def load_compile_cache(path: Path | None) -> None:
-    if path is not None and path.exists():
-        torch.compiler.load_cache_artifacts(path.read_bytes())
+def load_compile_cache(folder: Path | None) -> None:
+    """Reuse what an earlier run on the same kind of machine compiled."""
+    if folder is not None and folder.exists():
+        parts = sorted(folder.iterdir())
+        torch.compiler.load_cache_artifacts(b"".join(part.read_bytes() for part in parts))
 
 
-def save_compile_cache(path: Path | None) -> None:
-    if path is not None and not path.exists() and (artifacts := torch.compiler.save_cache_artifacts()) is not None:
-        path.write_bytes(artifacts[0])
+def save_compile_cache(folder: Path | None) -> None:
+    """Write what was compiled into a new folder, in files of at most `EXPORT_BYTES`."""
+    if folder is None or folder.exists() or (artifacts := torch.compiler.save_cache_artifacts()) is None:
+        return
+    folder.mkdir(parents=True)
+    for number, begin in enumerate(range(0, len(artifacts[0]), EXPORT_BYTES)):
+        (folder / f"part-{number:02}").write_bytes(artifacts[0][begin : begin + EXPORT_BYTES])
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, direction: int = 1
 
     `direction=-1` turns back: attention outputs carry the rotation of their values, since K and V are one tensor.
     """
-    angles = high(positions)[:, None] * high(frequencies).to(x.device) * direction
+    wide = high(x).dtype
+    angles = positions[:, None].to(wide) * frequencies.to(x.device, wide) * direction
     angles = angles.view(1, len(positions), *[1] * (x.dim() - 3), len(frequencies))
     plain, tail = x.split([x.shape[-1] - 2 * len(frequencies), 2 * len(frequencies)], -1)
     a, b = high(tail).unflatten(-1, (-1, 2)).unbind(-1)

@@ -88,7 +88,7 @@ def random_tensors(raw: dict[str, Any], format: WeightFormat, seed: int = 0) -> 
         elif dtype == "I8":
             tensors[name] = (draw * 256).floor().to(torch.uint8).view(torch.int8)
         elif dtype == "F8_E8M0":
-            tensors[name] = (115 + (draw * 16).floor()).to(torch.uint8).view(torch.float8_e8m0fnu)
+            tensors[name] = (115 + (draw * 12).floor()).to(torch.uint8).view(torch.float8_e8m0fnu)
         elif name.endswith(".scale"):
             tensors[name] = 2.0**-10 * (0.5 + draw)
         else:

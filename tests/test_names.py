@@ -135,6 +135,8 @@ def test_transformers_names_lead_back(raw: dict[str, Any], form: WeightFormat) -
         ("model.layers.2.self_attn.compressor.kv_norm.weight", "layers.2.attn.compressor.norm.weight"),
         ("model.layers.2.self_attn.compressor.indexer.q_b_proj.weight", "layers.2.attn.indexer.wq_b.weight"),
         ("model.layers.2.self_attn.compressor.indexer.position_bias", "layers.2.attn.indexer.compressor.ape"),
+        ("model.layers.2.attn.compressor.indexer.norm.weight", "layers.2.attn.indexer.compressor.norm.weight"),
+        ("model.layers.2.attn.compressor.gate_proj.weight", "layers.2.attn.compressor.wgate.weight"),
         ("model.layers.0.attn_hc.scale", "layers.0.hc_attn_scale"),
         ("model.layers.0.hc_attn_scale", "layers.0.hc_attn_scale"),
         ("model.layers.5.mlp.gate.e_score_correction_bias", "layers.5.ffn.gate.bias"),

@@ -59,6 +59,7 @@ def drawn(group: str, number: int) -> tuple[random.Random, dict[str, Any], list[
     """A generator, config.json and prompts, the same in every run."""
     rng = random.Random(f"{group} {number}")
     raw = random_config(rng, **GROUPS[group])
+    raw["num_hash_layers"] = min(raw["num_hash_layers"], raw["num_hidden_layers"])
     raw["n_routed_experts"] = max(raw["n_routed_experts"], raw["num_experts_per_tok"])
     lengths = [rng.choice([rng.randint(1, 12), rng.randint(120, 136), rng.randint(250, 262)]), rng.randint(1, 700)]
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -85,7 +86,8 @@ def compared(name: str, logits: Tensor, answer: Answer) -> int:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_logits_equal_those_of_transformers(group: str) -> None:
-    ties = positions = agreed = 0
+    positions = agreed = 0
+    tied = set()
     for number in range(CONFIGS_PER_GROUP):
         rng, raw, prompts = drawn(group, number)
         reference = random_reference(raw, seed=number)
@@ -97,12 +99,12 @@ def test_logits_equal_those_of_transformers(group: str) -> None:
             "engine, random chunks": serve(model, prompts, random_cut(rng.randrange(1 << 30))).logits,
         }
         for name, logits in results.items():
-            for ids, mine, answer in zip(prompts, logits, answers, strict=True):
-                same = compared(f"config {number} of {group!r}, {len(ids)} tokens, {name}", mine, answer)
-                ties += same < len(ids)
-                positions, agreed = positions + len(ids), agreed + same
-    print(f"{group}: {ties} comparisons cut short by a tie, {positions - agreed} of {positions} positions left out")
-    assert ties <= 3, "one tie may show in all three results; more are no accident"
+            for place, (mine, answer) in enumerate(zip(logits, answers, strict=True)):
+                same = compared(f"config {number} of {group!r}, {len(mine)} tokens, {name}", mine, answer)
+                positions, agreed = positions + len(mine), agreed + same
+                tied |= {(number, place)} if same < len(mine) else set()
+    print(f"{group}: {len(tied)} prompts with a tie, {positions - agreed} of {positions} positions left out")
+    assert len(tied) <= 1, "1 of 680 prompts had a tie when this was measured: several in one group are no accident"
 
 
 @pytest.mark.parametrize("group", ["all kinds", "any mix", "top-k of 4", "hash layers only", "window of 3"])

@@ -39,6 +39,9 @@ def test_schedules_preempt() -> None:
     [
         # A prefix whose snapshot was gone kept its pages from eviction while its only user needed them.
         pytest.param("window only", 171, id="matched pages without snapshot fill the pool"),
+        # A prompt of whole pages took its last page, already known, for its own without counting it.
+        pytest.param("hca", 340, id="the last page of a prompt of whole pages is known already"),
+        pytest.param("all kinds", 315, id="the same with compressed layers"),
     ],
 )
 def test_shrunk_counterexamples(kind: str, seed: int) -> None:

@@ -266,9 +266,19 @@ _IN_LAYER = {
 }
 """native -> transformers within a layer; a trailing `.weight` or `.scale` is left off."""
 
+def _mixed_spellings() -> dict[str, str]:
+    """Any mix of the two -> native. `save_pretrained` undoes only those renamings that it did when it loaded."""
+    native = {"attn.norm": "attn.kv_norm"}
+    for ours, theirs in _IN_LAYER.items():
+        blocks, leaf = theirs.split(".")[:-1], theirs.split(".")[-1]
+        for path in (blocks, [{"self_attn": "attn", "mlp": "ffn"}.get(block, block) for block in blocks]):
+            for last in (leaf, ours.split(".")[-1]):
+                native[".".join([*path, last])] = ours
+    return native
+
+
 _FROM_TOP = {theirs: ours for ours, theirs in _TOP.items()}
-_FROM_LAYER = {theirs: ours for ours, theirs in _IN_LAYER.items()} | {"attn.norm": "attn.kv_norm"}
-"""Back again; `save_pretrained` writes `attn.norm` where DeepSeek has `attn.kv_norm`."""
+_FROM_LAYER = _mixed_spellings()
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.(weight|scale)")

@@ -287,7 +287,8 @@ class Scheduler:
             self._set_page(step, request, node.page)
         request.computed, request.fulfilled = match.reusable * PAGE_TOKENS, match.reusable
         if request.shares:
-            self.index.extend(path, request.tokens[: request.known], request.salt)
+            # Not the last token: it runs in any case, so that a page which it fills is not part of the match either.
+            self.index.extend(path, request.tokens[: request.known - 1], request.salt)
         if request.reused < 0:
             request.reused = request.computed
         self.tokens_reused += request.computed
