@@ -52,8 +52,17 @@ def stand_in_engine(running: int, context: int, chunk: int = 8192) -> Engine:
     memory = plan_memory(model, config, torch.bfloat16)
     memory = replace(memory, size=replace(memory.size, pages=pages, slots=2 * running), running=running)
     memory = replace(memory, max_context=min(memory.max_context, pages * 128))
-    nothing = ModelConfig.from_dict({**PRESETS["flash"], "num_hidden_layers": 1, "compress_ratios": [0, 0], "head_dim": 64,
-                                     "sliding_window": 1, "max_position_embeddings": 128, "num_hash_layers": 0})
+    nothing = ModelConfig.from_dict(
+        {
+            **PRESETS["flash"],
+            "num_hidden_layers": 1,
+            "compress_ratios": [0, 0],
+            "head_dim": 64,
+            "sliding_window": 1,
+            "max_position_embeddings": 128,
+            "num_hash_layers": 0,
+        }
+    )
     state = State(nothing, StateSize(1, 2 * running, 1, 1), torch.float32, torch.device("cpu"))
     engine = Engine(_no_forward, model, config, memory, state)
     engine.runner = StandIn()  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """How fast a checkpoint loads and how much memory that takes, beside a plain read of the same files.
 
-    python benchmarks/load.py [--gigabytes 2] [--folder DIR]
+    python benchmarks/load.py [--gigabytes 2] [--folder DIR] [--threads 1]
 
 Writes synthetic checkpoints of about that size (deleted afterwards): one in the released fp8 + fp4 format, loaded
 into slots that keep it, and one in bf16. Loads each in a fresh process and prints its peak resident memory, mapped
@@ -72,13 +72,16 @@ def resident(field: str) -> int:
     return int(match[1]) * 1024
 
 
-def read_plainly(folder: Path) -> float:
-    """Bytes per second of reading the files into one reused buffer."""
-    buffer = bytearray(8 << 20)
+def read_plainly(folder: Path, fresh: bool) -> float:
+    """Bytes per second of reading the files into one reused buffer, or into memory that was not touched before."""
+    step = 8 << 20
+    paths = list(folder.glob("*.safetensors"))
+    room = sum(path.stat().st_size + step for path in paths) if fresh else step
+    memory = memoryview(torch.empty(room, dtype=torch.uint8).numpy())
     start, size = time.perf_counter(), 0
-    for path in folder.glob("*.safetensors"):
+    for path in paths:
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+            while count := file.readinto(memory[size : size + step] if fresh else memory):
                 size += count
     return size / (time.perf_counter() - start)
 
@@ -102,7 +105,8 @@ def load_once(folder: Path, format: WeightFormat) -> dict[str, float]:
         "memory": (resident("VmHWM") - before) / size,
         "first": size / seconds[0],
         "again": size / seconds[1],
-        "plain": read_plainly(folder),
+        "fresh": read_plainly(folder, fresh=True),
+        "plain": read_plainly(folder, fresh=False),
     }
 
 
@@ -111,22 +115,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch's; one copies as fast as a quiet core can")
     parser.add_argument("--load", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     if arguments.load:
         print(json.dumps(load_once(Path(arguments.load[0]), FORMATS[arguments.load[1]])))
         return
-    print(f"{'format':18} {'size':>8} {'peak memory':>12} {'first load':>12} {'into used memory':>17} {'plain read':>12}")
+    print("                                          into fresh memory        into used memory")
+    print("format              size     peak memory  load       plain read    load       plain read")
     for name, format in FORMATS.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             raw = sized_config(arguments.gigabytes * 1e9, format)
             write_native(folder, raw, synthetic(raw, format), format, max_shard_bytes=500_000_000)
-            command = [sys.executable, __file__, "--load", folder, name]
+            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--load", folder, name]
             got = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(
-            f"{name:18} {got['size'] / 1e9:5.2f} GB {got['memory']:10.3f} x {got['first'] / 1e9:7.2f} GB/s"
-            f" {got['again'] / 1e9:12.2f} GB/s {got['plain'] / 1e9:7.2f} GB/s"
-        )
+        rates = "  ".join(f"{got[key] / 1e9:5.2f} GB/s" for key in ("first", "fresh", "again", "plain"))
+        print(f"{name:18}  {got['size'] / 1e9:.2f} GB  {got['memory']:.3f} x   {rates}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from tiny_eval import Data, evaluate
 from torch import Tensor, nn
 
+from leadline import reference
 from leadline.checkpoint.names import weight_specs
 from leadline.config import ModelConfig, Ratio
 from leadline.formats import fp4_round_trip, fp8_dequantize, fp8_quantize_weight
@@ -99,6 +101,8 @@ DRAFT_WEIGHT = 0.2
 """Share of the MTP block's loss: it also trains the main model to look one token further."""
 BALANCE_RATE = 1e-3
 """Change of an expert's bias per step, up when it got less than its share of tokens, else down (DeepSeek-V3)."""
+PARTS = ("hyper_mix", "collapse", "expand", "rms_norm", "rotate", "clamped_swiglu", "fp8_round_trip")
+"""Functions of the reference that gain most from `torch.compile`."""
 EXPORT_BYTES = 15 * 2**20
 """Largest file of fp32 weights that is written."""
 
@@ -119,18 +123,18 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64  # one graph per layer kind and stage
-    load_compile_cache(arguments.compile_cache)
+    torch._dynamo.config.recompile_limit = 64  # one graph per shape
+    if arguments.compile:
+        compile_parts()
     stages = (
         Stage(0.6, arguments.length, arguments.tokens, native=False),
         Stage(1.0, 2 * arguments.length, arguments.tokens, native=True),
     )
     data = Data(arguments.data / "data.npz", arguments.device)
-    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.device, arguments.compile, arguments.learning_rate)
+    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.device, arguments.learning_rate)
     run.resume(arguments.out)
     for stage in range(len(stages)):
         run.warm_up(stage, data)
-    save_compile_cache(arguments.compile_cache)
     print(f"ready after {time.monotonic() - start:.0f} s, {sum(p.numel() for p in run.weights.values()):,} parameters")
     if arguments.profile:
         profile(run, data)
@@ -157,7 +161,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile-cache", type=Path, help="folder that keeps compiled kernels from run to run")
     parser.add_argument("--profile", action="store_true", help="print where the time of some steps goes")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -221,21 +224,16 @@ class IndexLoss:
         if name.endswith("index_scores"):
             self.scores = value
         elif name.endswith("attn.weights") and self.scores is not None:
-            received = value[..., -self.scores.shape[-1] :].detach().sum(2)
-            share = received / received.sum(-1, keepdim=True).clamp(min=1e-6)
-            predicted = self.scores.masked_fill(received == 0, -1e9).log_softmax(-1)
-            self.losses.append(-(share * predicted).sum(-1).mean())
+            self.losses.append(index_loss(self.scores, value.detach()))
             self.scores = None
 
 
-def main_loss(model: Reference, streams: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of the main model's logits [B, S, V] at the streams [B, S, n, d], targets [B, S]."""
-    return F.cross_entropy(model.logits(model, streams).flatten(0, 1), targets.flatten())
-
-
-def draft_loss(model: Reference, streams: Tensor, next_ids: Tensor, targets: Tensor) -> Tensor:
-    """The same of the MTP block, which reads the streams at t and the tokens at t + 1 and predicts t + 2."""
-    return F.cross_entropy(model.draft_logits(streams, next_ids).flatten(0, 1), targets.flatten())
+def index_loss(scores: Tensor, weights: Tensor) -> Tensor:
+    """Index scores [B, S, C] and attention weights [B, S, H, S + C], whose last C columns are the entries."""
+    received = weights[..., -scores.shape[-1] :].sum(2)
+    share = received / received.sum(-1, keepdim=True).clamp(min=1e-6)
+    predicted = scores.masked_fill(received == 0, -1e9).log_softmax(-1)
+    return -(share * predicted).sum(-1).mean()
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -248,9 +246,7 @@ class Run:
     pass computes with, either the same values or their rounding. Both stages' models share their parameters.
     """
 
-    def __init__(
-        self, config: ModelConfig, stages: tuple[Stage, ...], device: str, compiled: bool, learning_rate: float
-    ) -> None:
+    def __init__(self, config: ModelConfig, stages: tuple[Stage, ...], device: str, learning_rate: float) -> None:
         self.stages, self.device, self.peak = stages, device, learning_rate
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         see_all = dataclasses.replace(config, index_topk=config.max_position_embeddings)
@@ -261,16 +257,17 @@ class Run:
         second.load_state_dict(first.state_dict(keep_vars=True), assign=True)
         self.models = (first, second)
         for model in self.models:
-            prepare(model, device, compiled)
+            prepare(model, device)
         self.parameters = dict(first.named_parameters())
         self.weights = {name: value.detach().clone().requires_grad_() for name, value in self.parameters.items()}
         self.rounding = rounding_functions(config, self.weights)
         matrices = [weight for weight in self.weights.values() if weight.dim() > 1]
         vectors = [weight for weight in self.weights.values() if weight.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=device == "cuda")
-        self.main_loss = torch.compile(main_loss, dynamic=False) if compiled else main_loss
-        self.draft_loss = torch.compile(draft_loss, dynamic=False) if compiled else draft_loss
+        rate, on_gpu = torch.tensor(learning_rate, device=device), device == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+        self.replays: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+        self.pool: Any = None
         self.seconds, self.step, self.tokens = 0.0, 0, 0
         self.curve: list[dict[str, float]] = []
 
@@ -281,20 +278,40 @@ class Run:
         ids, next_ids, targets = rows[:, :-2], rows[:, 1:-1], rows[:, 2:]
         index = IndexLoss()
         streams = model.streams(ids, observe=index)
-        main = self.main_loss(model, streams, next_ids)
-        draft = self.draft_loss(model, streams, next_ids, targets)
+        main = F.cross_entropy(model.logits(model, streams).flatten(0, 1), next_ids.flatten())
+        draft = F.cross_entropy(model.draft_logits(streams, next_ids).flatten(0, 1), targets.flatten())
         indexing = torch.stack(index.losses).mean()
         return main + DRAFT_WEIGHT * draft + indexing, main.detach(), draft.detach(), indexing.detach()
 
     def warm_up(self, stage: int, data: Data) -> None:
-        """Compile a stage's forward and backward pass."""
+        """Compile a stage's step and, on a GPU, record it; the weights stay as they are."""
         begin = time.monotonic()
-        self.loss(stage, data)[0].backward()
+        self.set_learning_rate(0.0)
+        if self.device == "cuda":
+            self.replays[stage] = self.record(stage, data)
+        else:
+            self.compute(stage, data)
+        print(f"stage {stage + 1} ready in {time.monotonic() - begin:.0f} s", flush=True)
+
+    def record(self, stage: int, data: Data) -> Callable[[], tuple[Tensor, ...]]:
+        """One step as a CUDA graph: thousands of launches become one, and the host never waits."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.compute(stage, data)
+        torch.cuda.current_stream().wait_stream(side)
         self.clear_gradients()
-        for gate in self.gates(stage):
-            gate.load.zero_()
-        synchronize(self.device)
-        print(f"stage {stage + 1} compiled in {time.monotonic() - begin:.0f} s")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            losses = self.compute(stage, data)
+        self.pool = graph.pool()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return losses
+
+        return replay
 
     def train(self, data: Data, seconds: float, out: Path) -> None:
         """Train until the clock, which counts earlier runs too, shows `seconds` more than now."""
@@ -315,24 +332,32 @@ class Run:
 
     def update(self, stage: int, share: float, data: Data) -> tuple[Tensor, ...]:
         """One step of the optimizer at `share` of the training time."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.peak * min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share)
+        self.set_learning_rate(self.peak * min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share))
+        losses = self.replays[stage]() if stage in self.replays else self.compute(stage, data)
+        self.step += 1
+        self.tokens += self.stages[stage].tokens
+        return losses
+
+    def compute(self, stage: int, data: Data) -> tuple[Tensor, ...]:
+        """The device's part of one step. Nothing here reads a value back, so that it can be recorded."""
+        self.clear_gradients()
         losses = self.loss(stage, data)
         losses[0].backward()
         for name, weight in self.weights.items():
             weight.grad = self.parameters[name].grad
         torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.step()
-        self.clear_gradients()
         if self.stages[stage].native:
             self.round_weights()
         else:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
         self.balance(stage)
-        self.step += 1
-        self.tokens += self.stages[stage].tokens
-        return losses
+        return tuple(loss.detach() for loss in losses)
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
 
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters.items():
@@ -403,16 +428,22 @@ class Run:
             save_file(part, out / f"weights-{number}.safetensors")
 
 
-def prepare(model: Reference, device: str, compiled: bool) -> None:
-    """Hooks for balance and indexers; rotation tables on the device; each layer compiled on its own."""
+def prepare(model: Reference, device: str) -> None:
+    """Hooks for balance and indexers; rotation tables on the device."""
     watch_load(model)
     detach_indexers(model)
     for module in model.modules():
         if hasattr(module, "frequencies"):
             module.frequencies = module.frequencies.to(device)
-    if compiled:
-        for layer in model.layers:
-            layer.compile(dynamic=False)
+
+
+def compile_parts() -> None:
+    """Compile the reference's chains of elementwise operations, each by itself.
+
+    Whole layers as one graph each would run faster, but take minutes to compile.
+    """
+    for name in PARTS:
+        setattr(reference, name, torch.compile(getattr(reference, name)))
 
 
 def rounding_functions(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -476,21 +507,23 @@ def write_curve(curve: list[dict[str, float]], out: Path) -> None:
 def profile(run: Run, data: Data) -> None:
     """Print how long a step of each stage takes, how busy it keeps the GPU, and its most costly operations."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    for stage in range(len(run.stages)):
-        run.loss(stage, data)[0].backward()
+    run.set_learning_rate(0.0)
+    for stage, plan in enumerate(run.stages):
         synchronize(run.device)
         begin = time.monotonic()
         for _ in range(10):
-            run.loss(stage, data)[0].backward()
-            run.clear_gradients()
+            run.replays[stage]()
         synchronize(run.device)
-        print(f"stage {stage + 1}: forward and backward {(time.monotonic() - begin) * 100:.1f} ms")
+        seconds = (time.monotonic() - begin) / 10
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        print(
+            f"stage {stage + 1}: {seconds * 1e3:.1f} ms a step, {plan.tokens / seconds:,.0f} tokens/s, {memory:.0f} GiB"
+        )
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(3):
-                run.loss(stage, data)[0].backward()
-                run.clear_gradients()
+                run.replays[stage]()
             synchronize(run.device)
-        kernels = [event for event in profiler.key_averages() if event.device_type == torch.profiler.DeviceType.CUDA]
+        kernels = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
         kernels.sort(key=lambda event: -event.self_device_time_total)
         busy = sum(event.self_device_time_total for event in kernels) / 3000
         print(f"GPU busy {busy:.1f} ms a step, {sum(event.count for event in kernels) // 3} kernels; the longest:")
@@ -501,22 +534,6 @@ def profile(run: Run, data: Data) -> None:
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def load_compile_cache(folder: Path | None) -> None:
-    """Reuse what an earlier run on the same kind of machine compiled."""
-    if folder is not None and folder.exists():
-        parts = sorted(folder.iterdir())
-        torch.compiler.load_cache_artifacts(b"".join(part.read_bytes() for part in parts))
-
-
-def save_compile_cache(folder: Path | None) -> None:
-    """Write what was compiled into a new folder, in files of at most `EXPORT_BYTES`."""
-    if folder is None or folder.exists() or (artifacts := torch.compiler.save_cache_artifacts()) is None:
-        return
-    folder.mkdir(parents=True)
-    for number, begin in enumerate(range(0, len(artifacts[0]), EXPORT_BYTES)):
-        (folder / f"part-{number:02}").write_bytes(artifacts[0][begin : begin + EXPORT_BYTES])
 
 
 if __name__ == "__main__":

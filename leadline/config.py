@@ -266,7 +266,9 @@ def _read_ratios(raw: dict[str, Any], layers: int) -> tuple[list[int], list[int]
         ratios = [LAYER_TYPES[t] for t in raw["layer_types"]]
         for name, rate in (raw.get("compress_rates") or {}).items():
             if LAYER_TYPES.get(name) != rate:
-                raise ConfigError(f"compress_rates gives {rate!r} for {name}, only {LAYER_TYPES.get(name)} is supported")
+                raise ConfigError(
+                    f"compress_rates gives {rate!r} for {name}, only {LAYER_TYPES.get(name)} is supported"
+                )
     else:
         raise ConfigError("compress_ratios (or layer_types) is missing: the layer schedule cannot be guessed")
     bad = sorted(set(ratios) - set(LAYER_TYPES.values()))
@@ -419,13 +421,18 @@ def _problems(c: ModelConfig) -> "list[str]":
     need(c.swiglu_limit >= 0, f"swiglu_limit is {c.swiglu_limit}, it must not be negative (0 means no limit)")
     need(all(r == Ratio.SWA for r in c.draft_ratios), "compress_ratios of the draft blocks must be 0")
     need(0 <= c.bos_token_id < c.vocab_size, f"bos_token_id is {c.bos_token_id}, outside the vocabulary")
-    need(all(0 <= i < c.vocab_size for i in c.eos_token_ids), f"eos_token_id is {c.eos_token_ids}, outside the vocabulary")
+    need(
+        all(0 <= i < c.vocab_size for i in c.eos_token_ids),
+        f"eos_token_id is {c.eos_token_ids}, outside the vocabulary",
+    )
     if c.dspark:
         d = c.dspark
         inside = all(0 <= i < c.num_hidden_layers for i in d.target_layer_ids)
         need(inside, f"dspark_target_layer_ids is {list(d.target_layer_ids)}, not all in [0, {c.num_hidden_layers})")
         need(d.block_size >= 1, f"dspark_block_size is {d.block_size}, it must be at least 1")
-        need(0 <= d.noise_token_id < c.vocab_size, f"dspark_noise_token_id is {d.noise_token_id}, outside the vocabulary")
+        need(
+            0 <= d.noise_token_id < c.vocab_size, f"dspark_noise_token_id is {d.noise_token_id}, outside the vocabulary"
+        )
     return found
 
 

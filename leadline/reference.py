@@ -13,6 +13,7 @@ window rows and entries, Hadamard + fp4 index keys and queries), with straight-t
 
 import math
 from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -262,9 +263,7 @@ class Attention(nn.Module):
         outputs = rotate(outputs, positions, self.frequencies, direction=-1)
         return self._project(outputs)
 
-    def _readable_entries(
-        self, x: Tensor, latent: Tensor, positions: Tensor, count: int, observe: Observer
-    ) -> Tensor:
+    def _readable_entries(self, x: Tensor, latent: Tensor, positions: Tensor, count: int, observe: Observer) -> Tensor:
         """Mask [B, S, C]: entry w exists for query t once its last token is at or before t; CSA picks among them."""
         visible = torch.arange(count, device=x.device) < ((positions + 1) // self.ratio)[:, None]
         visible = visible.expand(len(x), -1, -1)
@@ -308,6 +307,9 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 class Gate(nn.Module):
     """Chooses each token's experts: by its id in hash layers, else by score with a balancing bias."""
+
+    tid2eid: Tensor
+    bias: Tensor
 
     def __init__(self, config: ModelConfig, hashed: bool) -> None:
         super().__init__()
@@ -383,8 +385,17 @@ class MoE(nn.Module):
         return (self.experts(x, weights) + high(self.shared_experts(x))).to(x.dtype)
 
 
-def add_head(module: nn.Module, config: ModelConfig) -> None:
-    """Give `module` the parameters of a final collapse: the model has one set, the MTP block its own."""
+class Collapser(Protocol):
+    """Whatever has the parameters of a final collapse: the model has one set, the MTP block its own."""
+
+    norm: Norm
+    hc_head_fn: nn.Parameter
+    hc_head_base: nn.Parameter
+    hc_head_scale: nn.Parameter
+
+
+def add_head(module: Collapser, config: ModelConfig) -> None:
+    """Give `module` the parameters of a final collapse."""
     n = config.hc_mult
     module.norm = Norm(config.hidden_size, config.rms_norm_eps)
     module.hc_head_fn = nn.Parameter(torch.randn(n, n * config.hidden_size) * 0.01)
@@ -392,7 +403,7 @@ def add_head(module: nn.Module, config: ModelConfig) -> None:
     module.hc_head_scale = nn.Parameter(torch.ones(1))
 
 
-def final_hidden(config: ModelConfig, module: nn.Module, streams: Tensor) -> Tensor:
+def final_hidden(config: ModelConfig, module: Collapser, streams: Tensor) -> Tensor:
     """What the vocabulary projection reads: the streams collapsed once more (no Sinkhorn, no factor 2) and normed.
 
     `streams` [B, S, n, d] -> [B, S, d].
@@ -403,6 +414,13 @@ def final_hidden(config: ModelConfig, module: nn.Module, streams: Tensor) -> Ten
 
 class Layer(nn.Module):
     """Attention, then experts; each reads one mix of the streams and writes back into all of them."""
+
+    hc_attn_fn: nn.Parameter
+    hc_attn_base: nn.Parameter
+    hc_attn_scale: nn.Parameter
+    hc_ffn_fn: nn.Parameter
+    hc_ffn_base: nn.Parameter
+    hc_ffn_scale: nn.Parameter
 
     def __init__(self, config: ModelConfig, ratio: Ratio, hashed: bool, native: bool) -> None:
         super().__init__()
@@ -430,6 +448,11 @@ class Layer(nn.Module):
 class DraftBlock(Layer):
     """The MTP block: one more layer, which reads the last streams and the next token and predicts one further."""
 
+    norm: Norm
+    hc_head_fn: nn.Parameter
+    hc_head_base: nn.Parameter
+    hc_head_scale: nn.Parameter
+
     def __init__(self, config: ModelConfig, native: bool) -> None:
         super().__init__(config, Ratio.SWA, hashed=False, native=native)
         d, eps = config.hidden_size, config.rms_norm_eps
@@ -448,6 +471,11 @@ class Reference(nn.Module):
     `native` switches the official code's rounding on; `dtype` is that of the activations (the parameters' own by
     default). `config.draft_ratios` with one value builds the MTP block; DSpark blocks are not part of this file.
     """
+
+    norm: Norm
+    hc_head_fn: nn.Parameter
+    hc_head_base: nn.Parameter
+    hc_head_scale: nn.Parameter
 
     def __init__(self, config: ModelConfig, native: bool = False, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -480,7 +508,7 @@ class Reference(nn.Module):
 
     def draft_logits(self, streams: Tensor, next_ids: Tensor) -> Tensor:
         """MTP: streams [B, S, n, d] at positions t and the tokens [B, S] at t + 1 -> logits for t + 2."""
-        block = self.mtp[0]
+        block = cast(DraftBlock, self.mtp[0])
         streams = block.entry_streams(streams, self._embedded(next_ids))
         return self.logits(block, block(streams, next_ids, False, _ignore))
 
@@ -489,7 +517,7 @@ class Reference(nn.Module):
         streams = self.streams(ids)
         return self.logits(self, streams), self.draft_logits(streams[:, :-1], ids[:, 1:])
 
-    def logits(self, collapser: nn.Module, streams: Tensor) -> Tensor:
+    def logits(self, collapser: Collapser, streams: Tensor) -> Tensor:
         """Vocabulary logits in fp32 through the final collapse of `collapser` (the model or its MTP block)."""
         return self.head(high(final_hidden(self.config, collapser, streams)))
 

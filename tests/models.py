@@ -142,9 +142,10 @@ def poisoned_state(config: ModelConfig, plan: Any, dtype: torch.dtype = torch.fl
 
 
 def engine_for(model: Reference, transformer: Transformer | None = None, **options: Any) -> Engine:
-    """An engine over the reference's weights with poisoned memory; `options` are EngineConfig's, and `pages`/`slots`."""
+    """An engine over the weights of `model`, with poisoned memory; `options` are EngineConfig's and `pages`, `slots`."""
     pages, slots = options.pop("pages", None), options.pop("slots", None)
-    config = EngineConfig(**{"state_bytes": 1 << 26, "step_tokens": 256, "chunk_tokens": 128, "max_running": 8, **options})
+    defaults = {"state_bytes": 1 << 26, "step_tokens": 256, "chunk_tokens": 128, "max_running": 8}
+    config = EngineConfig(**{**defaults, **options})
     memory = plan_memory(model.config, config, torch.float32)
     size = replace(memory.size, pages=pages or memory.size.pages, slots=slots or memory.size.slots)
     memory = replace(memory, size=size, max_context=min(memory.max_context, size.pages * 128))

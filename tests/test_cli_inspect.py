@@ -268,6 +268,14 @@ def test_headers_say_what_the_config_cannot(tmp_path: Path) -> None:
     assert draft.split() == ["draft", "none"]
 
 
+def test_the_built_in_model_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_dict())
+    monkeypatch.setattr(inspecting, "BUILT_IN", tmp_path)
+    told = json.loads(run("inspect", "--json").stdout)
+    assert told["model"] == "built-in model"
+    assert list(told["state"]["native"]["request"]) == ["4096", "6144"]
+
+
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_dict(), drop="layers.2.attn.w")
     result = run("inspect", str(tmp_path))

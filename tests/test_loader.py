@@ -127,13 +127,13 @@ def test_bad_values_are_all_named(tmp_path: Path) -> None:
     assert sorted(caught.value.problems) == [
         "layers.0.ffn.gate.tid2eid: 1 rows name an expert outside 0..2",
         "layers.1.ffn.gate.tid2eid: 1 rows name an expert twice",
-        "layers.2.attn.wkv.scale: 1 of 2 scales are not finite and positive",
+        "layers.2.attn.wkv.scale: some scales are not finite and positive",
     ]
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_fp32_scales(bad: float) -> None:
-    with pytest.raises(CheckpointError, match="1 of 2 scales are not finite and positive"):
+    with pytest.raises(CheckpointError, match="some scales are not finite and positive"):
         loader_for(empty_slots(RAW, BASE)).put(scale_name(FP8_NAME), torch.tensor([[1.0, bad]]))
 
 

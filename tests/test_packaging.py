@@ -23,11 +23,20 @@ PACKAGE = ROOT / "leadline"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 BOTTOM = ("formats", "kernels", "config", "presets", "reference", "cache", "checkpoint")
-LAYERS = (*BOTTOM, "parallel", "model", "speculative", "engine", "server", "cli", "__main__")
+LAYERS = (*BOTTOM, "parallel", "model", "speculative", "engine", "chat", "server", "cli", "__main__")
 """From the bottom up: a module imports only from its own layer and from lower ones, so that there are no circles."""
 
+ENGINE_OPTIONS = "--device --dtype --max-context --model --numerics --state-memory "
+SAMPLING_OPTIONS = (
+    "--frequency-penalty --max-tokens --min-p --presence-penalty --repetition-penalty --seed --stop --temperature "
+    "--top-k --top-p "
+)
 OPTIONS = {
     "": "--debug --help --version",
+    "generate": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--file --help --ignore-eos --json",
+    "chat": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--help --system --thinking",
+    "bench": ENGINE_OPTIONS + "--chunk-tokens --concurrency --dataset --help --input-len --json --max-running "
+    "--output-len --plot --prefix-cache --prefix-len --random-range --rate --requests --seed --step-tokens",
     "inspect": "--context --gpus --help --json",
 }
 """Subcommand -> its options. Adding one is a decision: it belongs here, in the help and in README."""
@@ -98,7 +107,7 @@ def test_the_entry_point_exists() -> None:
 
 
 def test_each_command_is_a_file() -> None:
-    files = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - {"__init__", "main"}
+    files = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - {"__init__", "main", "options"}
     assert files == set(COMMANDS)
 
 
@@ -125,7 +134,7 @@ def test_a_module_imports_only_what_it_may(path: Path) -> None:
     extras = PROJECT["optional-dependencies"]
     foreign = distributions(PROJECT["dependencies"] + extras["gpu"] + extras["ray"])
     if layer in ("server", "cli"):
-        foreign |= distributions(extras["server"])
+        foreign |= distributions(extras["server"] + extras["plot"])
     for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
         root, _, rest = name.partition(".")
         if root == "leadline":

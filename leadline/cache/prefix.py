@@ -206,7 +206,8 @@ class PrefixIndex:
             found.append("the list of evictable pages does not match the tree")
         if {n for n in nodes if n.snapshot >= 0} != set(self._snapshots):
             found.append("the list of snapshots does not match the tree")
-        found += [f"node of depth {n.depth} is promised but used by nobody" for n in nodes if not n.ready and not n.users]
+        lost = [n for n in nodes if not n.ready and not n.users]
+        found += [f"a prefix of {n.depth} pages is promised but used by nobody" for n in lost]
         return found
 
 

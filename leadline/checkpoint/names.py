@@ -266,6 +266,7 @@ _IN_LAYER = {
 }
 """native -> transformers within a layer; a trailing `.weight` or `.scale` is left off."""
 
+
 def _mixed_spellings() -> dict[str, str]:
     """Any mix of the two -> native. `save_pretrained` undoes only those renamings that it did when it loaded."""
     native = {"attn.norm": "attn.kv_norm"}

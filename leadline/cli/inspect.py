@@ -227,7 +227,7 @@ def describe_schedule(kinds: Sequence[str]) -> str:
     pieces = []
     while kinds:
         single, pair = _repeats(kinds, 1), _repeats(kinds, 2)
-        if pair > 1 and 2 * pair > single:
+        if single == 1 and pair > 1:
             pieces.append(f"{pair} x ({kinds[0]}, {kinds[1]})")
             kinds = kinds[2 * pair :]
         else:

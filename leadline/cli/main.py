@@ -10,6 +10,9 @@ from typer.core import TyperCommand, TyperGroup
 import leadline
 
 COMMANDS = {
+    "generate": "Continue a text.",
+    "chat": "Talk with a model.",
+    "bench": "Measure throughput and latency.",
     "inspect": "Show what a model is made of, its bytes, and which GPUs hold it.",
 }
 """Subcommand -> its line of help. `leadline/cli/<name>.py` defines the function `<name>`, imported when it is run."""

@@ -148,8 +148,8 @@ class Engine:
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if len(prompt) + wanted > self.max_context:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens and {wanted} more are asked for, {len(prompt) + wanted} together; "
-                f"the context is {self.max_context}"
+                f"the prompt has {len(prompt)} tokens and {wanted} more are asked for, "
+                f"{len(prompt) + wanted} together; the context is {self.max_context}"
             )
         params.validate(self.model.vocab_size)
         if self.tokenizer is None and (params.stops or params.bad_words):
@@ -222,12 +222,14 @@ class Engine:
         )
 
     def _sampling_row(self, request: Request) -> SamplingRow:
-        params = request.params
+        params, position = request.params, request.output_length - 1
         banned: list[int] = []
         if request.bad_words or params.min_tokens:
-            banned = banned_tokens(params, request.bad_words, self.model.eos_token_ids, request.output.tolist())
+            before = request.output.tolist()
+            before += [-1] * (position - len(before))  # not read yet; only its place counts
+            banned = banned_tokens(params, request.bad_words, self.model.eos_token_ids, before)
         row = self._counts_row(request) if params.penalised else 0
-        return SamplingRow(params, request.seed, request.output_length - 1, banned, row)
+        return SamplingRow(params, request.seed, position, banned, row)
 
     def _counts_row(self, request: Request) -> int:
         """The request's row in the penalties' counts, made anew when it starts or comes back."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from leadline.config import PAGE_TOKENS, EngineConfig, ModelConfig
+from leadline.config import CSA_RATIO, PAGE_TOKENS, EngineConfig, ModelConfig
+from leadline.kernels.select import TOKENS_PER_TILE
 from leadline.model.state import StateSize, page_bytes, pages_for, scratch_bytes, slot_bytes
 
 MOST_SLOT_SHARE = 0.5
@@ -20,6 +21,8 @@ class MemoryPlan:
     page_bytes: int
     slot_bytes: int
     scratch_bytes: int
+    step_bytes: int
+    """What a step's intermediate results may take beside the state, at most (an estimate)."""
 
     @property
     def total_bytes(self) -> int:
@@ -33,7 +36,8 @@ class MemoryPlan:
             ("history pages", f"{size.pages:,} x {self.page_bytes:,} B", f"{size.pages * self.page_bytes:,}"),
             ("frontier slots", f"{size.slots:,} x {self.slot_bytes:,} B", f"{size.slots * self.slot_bytes:,}"),
             ("step scratch", f"{size.step_tokens:,} tokens", f"{self.scratch_bytes:,}"),
-            ("total", f"{size.pages * PAGE_TOKENS:,} tokens of history", f"{self.total_bytes:,}"),
+            ("together", f"{size.pages * PAGE_TOKENS:,} tokens of history", f"{self.total_bytes:,}"),
+            ("beside them, a step", f"up to {self.max_context:,} tokens of context", f"{self.step_bytes:,}"),
         ]
 
 
@@ -54,9 +58,24 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) ->
     if pages < 1:
         needed = scratch + slots * per_slot + per_page
         raise ValueError(
-            f"state_bytes is {engine.state_bytes:,}: scratch for {engine.step_tokens:,} tokens takes {scratch:,} bytes "
-            f"and a request {2 * per_slot + per_page:,}, so at least {needed:,} are needed (a smaller step_tokens helps)"
+            f"state_bytes is {engine.state_bytes:,}: scratch for {engine.step_tokens:,} tokens takes {scratch:,}, "
+            f"a request {2 * per_slot + per_page:,}; at least {needed:,} are needed (a smaller step_tokens helps)"
         )
     pages = min(pages, running * pages_for(longest) + slots * 64)
     size = StateSize(pages, slots, engine.step_tokens, running)
-    return MemoryPlan(size, running, min(longest, pages * PAGE_TOKENS), per_page, per_slot, scratch)
+    context = min(longest, pages * PAGE_TOKENS)
+    return MemoryPlan(size, running, context, per_page, per_slot, scratch, step_bytes(model, size, context))
+
+
+def step_bytes(model: ModelConfig, size: StateSize, context: int) -> int:
+    """Bytes of intermediate results of the largest step, in fp32: streams, queries, expert rows, logits, scores.
+
+    Index scores are made for `select.TOKENS_PER_TILE` tokens at a time: score, order and two copies of each entry.
+    """
+    m = model
+    streams = 4 * m.hc_mult * m.hidden_size
+    queries = 4 * m.num_attention_heads * m.head_dim
+    experts = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size)
+    logits = size.step_chunks * m.vocab_size * 4
+    scores = TOKENS_PER_TILE * (context // CSA_RATIO) * (4 + 8 + 8) if m.csa_layers else 0
+    return size.step_tokens * (streams + queries + experts) * 4 + logits * 4 + scores

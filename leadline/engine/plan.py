@@ -248,9 +248,7 @@ def _other_rows(rows: _Rows, write: FrontierWrite, ring: int, scratch: int) -> I
     positions = np.arange(max(0, write.position - ring), write.position)
     fresh = scratch + rows.firsts[chunk] + positions - rows.starts[chunk]
     older = rows.slots[chunk] * ring + positions % ring
-    return np.stack(
-        [np.where(positions >= rows.starts[chunk], fresh, older), write.slot * ring + positions % ring]
-    )
+    return np.stack([np.where(positions >= rows.starts[chunk], fresh, older), write.slot * ring + positions % ring])
 
 
 def _columns(triples: list[tuple[int, int, int]], *names: str) -> dict[str, Ints]:

@@ -87,7 +87,7 @@ class Request:
     @property
     def sequential(self) -> bool:
         """Whether its next token cannot be sampled before the last one has been read on the host."""
-        return self.output_length < self.params.min_tokens or any(len(word) > 1 for word in self.bad_words)
+        return any(len(word) > 1 for word in self.bad_words)
 
     def append(self, token: int) -> None:
         """Add a sampled token."""

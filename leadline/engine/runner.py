@@ -80,10 +80,10 @@ class Runner:
         if self._worker:
             self._worker.shutdown()
 
-    def _submit(self, work: Callable[[], object]) -> Future:  # type: ignore[type-arg]
+    def _submit(self, work: Callable[[], object]) -> Future:
         if self._worker:
             return self._worker.submit(work)
-        future: Future = Future()  # type: ignore[type-arg]
+        future: Future = Future()
         try:
             future.set_result(work())
         except Exception as error:  # handed to whoever reads the result, as a worker thread would

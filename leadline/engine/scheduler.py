@@ -360,7 +360,8 @@ class Scheduler:
     def _fulfil(self, request: Request, depth: int) -> None:
         if depth > len(request.path):
             self.index.extend(request.path, request.tokens[: depth * PAGE_TOKENS], request.salt)
-        for node, page in zip(request.path[request.fulfilled : depth], request.pages[request.fulfilled : depth], strict=True):
+        new = slice(request.fulfilled, depth)
+        for node, page in zip(request.path[new], request.pages[new], strict=True):
             self.index.fulfil(node, page)
         request.fulfilled = depth
 

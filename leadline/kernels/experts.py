@@ -30,9 +30,7 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     return high(mlp(round_input(x, w13), w13, w2, limit))
 
 
-def routed_experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float
-) -> Tensor:
+def routed_experts(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """`x` [T, d], `chosen` and `weights` [T, k] -> fp32 [T, d], the sum over each token's experts in their order.
 
     `w13` is a stack [E, 2 I, d] and `w2` one of [E, d, I]; only the experts that were chosen are read.
@@ -47,8 +45,6 @@ def routed_experts(
     for expert, count in enumerate(counts):
         if count:
             rows = order[start : start + count]
-            outputs[rows] = mlp(
-                x[rows // active], w13.expert(expert), w2.expert(expert), limit, flat_weights[rows]
-            )
+            outputs[rows] = mlp(x[rows // active], w13.expert(expert), w2.expert(expert), limit, flat_weights[rows])
             start += count
     return high(outputs).unflatten(0, (tokens, active)).sum(1)

@@ -77,9 +77,7 @@ class CsaCompressor:
         self.index_wq_b = weights.matrix(f"{indexer}.wq_b")
         self.head_weights = weights.matrix(f"{indexer}.weights_proj").data
 
-    def forward(
-        self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[Tensor, Tensor]:
         """Close windows, then choose: (the layer's entries, entry rows [T, index_topk])."""
         self._compress(x, batch, rows, state)
         c = self.config
@@ -119,15 +117,11 @@ class HcaCompressor:
         self.gating = _gating(weights, Ratio.HCA, (name,))
         self.norm = weights.wide(f"{name}.norm.weight")
 
-    def forward(
-        self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[Tensor, Tensor]:
         """Fold the step's tokens into their windows: (the layer's entries, entry rows [T, K])."""
         folds = state.folds[self.rank]
         raw = gate_rows(x, batch.positions, self.gating)
-        states = hca_fold(
-            raw, batch.piece_firsts, batch.piece_counts, batch.longest_piece, folds, batch.piece_slots
-        )
+        states = hca_fold(raw, batch.piece_firsts, batch.piece_counts, batch.longest_piece, folds, batch.piece_slots)
         folds[state.fold_scratch : state.fold_scratch + len(states)] = states
         if len(batch.full_pieces):
             turn = rows.compressed_turns.full

@@ -89,7 +89,8 @@ class State:
         self.csa_entries = pool(csa, size.pages * CSA_PER_PAGE, c.head_dim)
         self.index_keys = pool(csa, size.pages * CSA_PER_PAGE, c.index_head_dim)
         self.hca_entries = pool(hca, size.pages, c.head_dim)
-        self.page_table = torch.empty(size.slots, pages_for(c.max_position_embeddings), dtype=torch.int64, device=device)
+        columns = pages_for(c.max_position_embeddings)
+        self.page_table = torch.empty(size.slots, columns, dtype=torch.int64, device=device)
 
     @property
     def window_scratch(self) -> int:
