@@ -64,6 +64,7 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) ->
     pages = min(pages, running * pages_for(longest) + slots * 64)
     size = StateSize(pages, slots, engine.step_tokens, running)
     context = min(longest, pages * PAGE_TOKENS)
+    scratch = scratch_bytes(model, dtype, size)
     return MemoryPlan(size, running, context, per_page, per_slot, scratch, step_bytes(model, size, context))
 
 
