@@ -77,7 +77,7 @@ def read_plainly(folder: Path, fresh: bool) -> float:
     step = 8 << 20
     paths = list(folder.glob("*.safetensors"))
     room = sum(path.stat().st_size + step for path in paths) if fresh else step
-    memory = memoryview(torch.empty(room, dtype=torch.uint8).numpy())
+    memory = torch.empty(room, dtype=torch.uint8).numpy().data
     start, size = time.perf_counter(), 0
     for path in paths:
         with open(path, "rb", buffering=0) as file:

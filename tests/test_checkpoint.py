@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import BASE, FORMATS, RELEASE, random_tensors, same_bytes, save, tiny_config, tiny_dspark_config
+from safetensors.torch import save_file
 from torch import Tensor
 
 from leadline.checkpoint import stream
@@ -99,6 +101,28 @@ def test_stream_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stopped.close()  # type: ignore[attr-defined]
 
 
+def mapped_memory(path: Path) -> int:
+    """Resident bytes of this process's mappings of a file."""
+    text = Path("/proc/self/smaps").read_text()
+    return sum(1024 * int(size) for size in re.findall(rf"{path}\n(?:Size|.*PageSize):.*\n(?:.*\n)*?Rss: +(\d+)", text))
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumed pages are given back, although a view of the first tensor keeps the file mapped."""
+    monkeypatch.setattr(stream, "PIECE_BYTES", 1 << 20)
+    path = tmp_path / "model.safetensors"
+    save_file({f"t{i}": torch.full((1 << 19,), float(i)) for i in range(16)}, path)
+    tensors = list(read_headers(tmp_path).values())
+    peak, sums, kept = 0, [], []
+    for tensor in stream.stream(tmp_path, tensors):
+        sums.append(float(tensor.mean()))
+        kept.append(tensor)
+        peak = max(peak, mapped_memory(path))
+    assert sorted(sums) == list(range(16))
+    assert 2 << 20 <= peak < 5 << 20, "one tensor at a time"
+    assert [float(tensor.mean()) for tensor in kept] == sums, "views stay valid"
+
+
 def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     values = torch.randn(3)
     header = {"a": entry("U8", [1], 0, 1), "norm.weight": entry("F32", [3], 1, 13)}
@@ -175,7 +199,11 @@ def add(name: str, tensor: Tensor) -> Change:
 
 
 def drop(*names: str) -> Change:
-    return lambda tensors: [tensors.pop(name) for name in names] and None
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
 
 
 WRONG: dict[str, tuple[WeightFormat, Change, list[str]]] = {

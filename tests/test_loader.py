@@ -256,6 +256,17 @@ def test_last_one_wins() -> None:
         assert_holds({name: slots[name] for name in (FP8_NAME, EXPERT_NAME, "norm.weight")}, new)
 
 
+@pytest.mark.parametrize("keep", [RELEASE, None], ids=["kept", "expanded"])
+@pytest.mark.parametrize("half", [FP8_NAME, scale_name(FP8_NAME)], ids=["weight", "scale"])
+def test_unquantised_values_replace_a_lone_half(half: str, keep: WeightFormat | None) -> None:
+    slots = empty_slots(RAW, keep)
+    loader = loader_for(slots)
+    loader.put(half, random_tensors(RAW, RELEASE)[half])
+    loader.put(FP8_NAME, torch.full((40, 160), 3.0))
+    loader.finish(partial=True)
+    assert (value(slots[FP8_NAME]) == 3).all()
+
+
 def test_a_lone_half_that_comes_twice_is_replaced() -> None:
     old, new = random_tensors(RAW, RELEASE, 1), random_tensors(RAW, RELEASE, 2)
     for keep in (RELEASE, None):
@@ -303,6 +314,7 @@ WRONG = {
     "fp4 scale of a dense weight": (scale_name(FP8_NAME), torch.ones(40, 5), r"shape \[40, 5\] is not \[1, 2\]"),
     "dtype": ("norm.weight", torch.ones(160).half(), "dtype torch.float16 is not one of torch.bfloat16, torch.float32"),
     "fp4 dense weight": (FP8_NAME, torch.ones(40, 80).to(torch.int8), "dtype torch.int8 is not one of"),
+    "fp4 norm": ("norm.weight", torch.ones(80).to(torch.int8), "dtype torch.int8 is not one of"),
     "integers for values": ("norm.weight", torch.ones(160).long(), "dtype torch.int64 is not one of"),
     "values for integers": ("layers.0.ffn.gate.tid2eid", torch.ones(71, 2), "dtype torch.float32 is not one of"),
     "stack of experts": ("model.layers.1.mlp.experts.down_proj", torch.ones(4, 160, 96), r"experts\.3\.w2\.weight"),

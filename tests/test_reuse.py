@@ -1,21 +1,23 @@
 """Reuse is real: how many tokens run through the model, counted."""
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from schedules import Job, check, engine, model, play
 from test_schedules import GREEDY, prompt
 
+from leadline.cache.pages import Pool
 from leadline.engine.sampling import SamplingParams
+from leadline.engine.scheduler import Scheduler
 
 KIND = "all kinds"
 
 
 def stand_in(kind: str = KIND, **options: Any) -> Any:
     """An engine whose model answers at once, with the logits of no model, and whose memory is bookkeeping only."""
-    import torch
-
     built = engine(kind, options.pop("pages"), options.pop("slots"), **options)
     built.runner.forward = lambda batch, state: torch.zeros(len(batch.logit_rows), model(kind).config.vocab_size)
     return built
@@ -43,6 +45,15 @@ def test_a_shared_system_prompt_gives_the_right_tokens() -> None:
     play(built, jobs)
     check(KIND, jobs, built.max_context)
     assert built.stats().tokens_run <= 300 + 6 * (30 + 128 + 2)
+
+
+def test_where_prompts_part_a_snapshot_is_left_for_the_third() -> None:
+    """The first two prompts share 1,000 tokens and end far apart; the second shows where, the third profits."""
+    built = engine(KIND, 80, 16, max_running=2, chunk_tokens=512, step_tokens=512)
+    jobs = [Job(30 * i, np.concatenate([prompt(KIND, 700), prompt(KIND, 300, seed=i + 1)]), GREEDY) for i in range(3)]
+    play(built, jobs)
+    check(KIND, jobs, built.max_context)
+    assert [job.requests[0].reused for job in jobs] == [0, 0, 640]
 
 
 def test_a_chat_of_ten_turns_recomputes_at_most_a_page_a_turn() -> None:
@@ -80,26 +91,10 @@ def test_v22_a_long_session_keeps_its_prefix_between_others() -> None:
 
 def test_a_million_tokens_are_planned_matched_and_reused_in_seconds() -> None:
     """The bookkeeping of a 1,000,000-token context, with the model stubbed: pages, plans, snapshots, reuse."""
-    import time
-    from dataclasses import replace
-
-    import torch
-
-    from leadline.cache.pages import Pool
-    from leadline.engine.engine import Engine
-    from leadline.engine.scheduler import Scheduler
-    from leadline.model.state import StateSize
-
-    small = stand_in(pages=2, slots=8, max_running=2, step_tokens=8192, chunk_tokens=8192)
-    size = StateSize(16000, 8, 8192, 2)
-    built: Engine = small
+    built = stand_in(pages=2, slots=8, max_running=2, step_tokens=8192, chunk_tokens=8192)
     built.max_context = 1_048_576
-    built.memory = replace(built.memory, size=size, max_context=built.max_context)
-    limits = built.scheduler.limits
-    built.scheduler = Scheduler(limits, Pool(16000), Pool(8), 8192)
+    built.scheduler = Scheduler(built.scheduler.limits, Pool(16000), Pool(8), 8192)
     built.runner.state.page_table = torch.zeros(8, 8192, dtype=torch.int64)
-    pool = built.runner.state
-    pool.csa_entries = torch.empty(1, 1, 1).expand(1, 16000 * 32, 1)
     text = np.random.default_rng(0).integers(2, 90, 1_000_000, dtype=np.int32)
     seconds = []
     for _ in range(2):

@@ -118,19 +118,17 @@ class WeightLoader:
         spec = self.specs.get(weight)
         if spec is None or (name != weight and spec.kind not in ("fp8", "expert")):
             return [f"{name}: the model has no such tensor"]
-        shapes: set[tuple[int, ...] | None]
-        if name == weight:
-            dtypes = WEIGHT_DTYPES[spec.kind]
-            shapes = {packed_shape(spec.shape, QUANTISED.get(tensor.dtype, "plain"))}
-        else:
-            dtypes = SCALES
-            shapes = {scale_shape(spec.shape, how) for how in (("fp8", "fp4") if spec.kind == "expert" else ("fp8",))}
-        found = []
+        dtypes = WEIGHT_DTYPES[spec.kind] if name == weight else SCALES
         if tensor.dtype not in dtypes:
-            found.append(f"{name}: dtype {tensor.dtype} is not one of {', '.join(map(str, dtypes))}")
+            return [f"{name}: dtype {tensor.dtype} is not one of {', '.join(map(str, dtypes))}"]
+        if name == weight:
+            shapes = [packed_shape(spec.shape, QUANTISED.get(tensor.dtype, "plain"))]
+        else:
+            formats = ("fp8", "fp4") if spec.kind == "expert" else ("fp8",)
+            shapes = [shape for how in formats if (shape := scale_shape(spec.shape, how)) is not None]
         if tuple(tensor.shape) not in shapes:
-            found.append(f"{name}: shape {list(tensor.shape)} is not {_either(shapes)}")
-        return found or list(_value_problems(name, tensor, self.experts))
+            return [f"{name}: shape {list(tensor.shape)} is not {' or '.join(str(list(shape)) for shape in shapes)}"]
+        return list(_value_problems(name, tensor, self.experts))
 
     # -------------------------------------------------------------------------------------------- writing
 
@@ -157,12 +155,11 @@ class WeightLoader:
             self._halves[name] = place
         else:
             self._halves[name] = tensor.to(slot.weight.device, copy=True)
-        self._complete.discard(weight)
 
     def _check_pair(self, weight: str, codes: Tensor, scale: Tensor) -> None:
         wanted = scale_shape(self.specs[weight].shape, QUANTISED[codes.dtype])
         if tuple(scale.shape) != wanted:
-            problem = f"{scale_name(weight)}: shape {list(scale.shape)} is not {_either([wanted])} for {codes.dtype}"
+            problem = f"{scale_name(weight)}: shape {list(scale.shape)} is not {list(wanted or ())} for {codes.dtype}"
             raise CheckpointError("refused a tensor", [problem])
 
 
@@ -230,10 +227,6 @@ def _value_problems(name: str, tensor: Tensor, experts: int) -> Iterator[str]:
         repeated = int((ordered[:, 1:] == ordered[:, :-1]).any(-1).sum())
         if repeated:
             yield f"{name}: {repeated} rows name an expert twice"
-
-
-def _either(shapes: Iterable[tuple[int, ...] | None]) -> str:
-    return " or ".join(str(list(shape or ())) for shape in shapes)
 
 
 def _same_form(place: Tensor, tensor: Tensor) -> bool:

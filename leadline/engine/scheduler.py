@@ -253,8 +253,9 @@ class Scheduler:
                 continue
             tokens = request.tokens[: request.known]
             match = self.index.match(tokens, request.salt) if request.reuse else None
+            if match is not None and len(match.path) > match.reusable:
+                match.path[-1].wanted = True  # prompts part here: whoever passes next leaves a snapshot
             if match is not None and match.promised:
-                match.path[-1].wanted = True
                 continue
             if not self._start(step, request, match or Match([], 0)):
                 return
