@@ -142,7 +142,7 @@ def poisoned_state(config: ModelConfig, plan: Any, dtype: torch.dtype = torch.fl
 
 
 def engine_for(model: Reference, transformer: Transformer | None = None, **options: Any) -> Engine:
-    """An engine over the weights of `model`, with poisoned memory; `options` are EngineConfig's and `pages`, `slots`."""
+    """An engine over the weights of `model`, in poisoned memory; `options`: of EngineConfig, `pages` and `slots`."""
     pages, slots = options.pop("pages", None), options.pop("slots", None)
     defaults = {"state_bytes": 1 << 26, "step_tokens": 256, "chunk_tokens": 128, "max_running": 8}
     config = EngineConfig(**{**defaults, **options})

@@ -316,12 +316,13 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_and_tables_show_the_same_report() -> None:
-    told = json.loads(run("inspect", "flash", "--json", "--context", "5000", "--gpus", "2").stdout)
-    report = report_of("flash", [5000], gpus=2)
+    told = json.loads(run("inspect", "flash", "--json", "--context", "5000", "--context", "128K", "--gpus", "2").stdout)
+    report = report_of("flash", [5000, 131_072], gpus=2)
     assert told["active_parameters"] == report.active_parameters
     assert told["files"]["I8"] == {"tensors": 33_792, "bytes": report.files["I8"].bytes}
     assert told["config"]["compress_ratios"][:4] == [0, 0, 4, 128]
-    assert told["state"]["native"]["request"] == {"5000": report.state["native"].request[5000]}
+    sizes = report.state["native"].request
+    assert told["state"]["native"]["request"] == {"5000": sizes[5000], "131072": sizes[131_072]}
     assert told["gpus"]["H200 141 GB"]["free"] == report.gpus["H200 141 GB"].free
     shown = run("inspect", "flash", "--context", "5000", "--gpus", "2").stdout
     for text in ("284.33 B", "13.27 B", "159.61 GB", "2 SWA, 20 x (CSA, HCA), 1 CSA", "5,000", "free on each of 2"):
@@ -332,7 +333,7 @@ def test_json_and_tables_show_the_same_report() -> None:
     ("arguments", "words"),
     [
         (["flsh"], ["'flsh'", "neither a preset", "flash-0731", "hub id"]),
-        (["flash", "--context", "2000000", "--context", "3000000"], ["2000000", "3000000", "1048576"]),
+        (["flash", "--context", "0", "--context", "5", "--context", "2M"], ["is 0, 2097152;", "1 to 1048576 tokens"]),
         (["flash", "--gpus", "3"], ["3 GPUs", "divide 64"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

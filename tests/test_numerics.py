@@ -34,7 +34,7 @@ from leadline.engine.sampling import SamplingParams
 from leadline.formats import fp4_quantize_weight, fp8_quantize_weight, hadamard
 from leadline.kernels.experts import routed_experts, shared_expert
 from leadline.kernels.project import Weight
-from leadline.kernels.rope import angles
+from leadline.kernels.rope import Angles, angles
 from leadline.kernels.select import select
 from leadline.model import attention
 from leadline.model.transformer import Transformer
@@ -117,19 +117,34 @@ def test_v01_logits_around_and_far_beyond_the_window(length: int) -> None:
     assert_same(run([ids], random_cut(length)).logits[0], pair()[0](ids[None])[0], f"{length} tokens")
 
 
-def test_v01_entries_are_turned_by_their_first_token() -> None:
-    """A layer whose compressor sees the same four tokens again makes the same entry, turned further."""
-    raw = config(num_hidden_layers=1, compress_ratios=[4, 0], num_hash_layers=0)
-    model = serving_model(random_reference(raw, seed=2).double(), torch.float64)
-    ids = tokens(4, 3).repeat(40)
-    entries = serve(model, [ids], at_once, torch.float64).csa_entries(0, 0)[:40]
-    rope = raw["qk_rope_head_dim"]
-    plain, tail = entries.split([raw["head_dim"] - rope, rope], -1)
-    assert_same(plain[1:], plain[1:2].expand(39, -1), "channels that are not turned")
-    pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)).contiguous())
-    phase = torch.arange(40)[:, None] * 4 * layer_frequencies(model.config, Ratio.CSA).double()
-    unturned = pairs * torch.polar(torch.ones_like(phase), -phase)
-    assert_same(torch.view_as_real(unturned[1:]), torch.view_as_real(unturned[1:2].expand(39, -1)), "turned channels")
+def test_v01_entries_are_turned_by_their_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[tuple[Tensor, Tensor]]] = {"csa_entries": [], "csa_index_keys": [], "hca_entries": []}
+
+    def watch(name: str) -> None:
+        original = getattr(attention, name)
+
+        def spy(*arguments: Any) -> Tensor:
+            """Also makes the rows that would come out without any rotation."""
+            plain = [Angles(torch.ones_like(a.cos), 0 * a.sin) if isinstance(a, Angles) else a for a in arguments]
+            made[name].append((original(*plain), original(*arguments)))
+            return made[name][-1][1]
+
+        monkeypatch.setattr(attention, name, spy)
+
+    for name in made:
+        watch(name)
+    served = run([tokens(700)])
+    frequencies = layer_frequencies(pair()[1].config, Ratio.CSA).double()
+    for name, ratio in (("csa_entries", 4), ("csa_index_keys", 4), ("hca_entries", 128)):
+        assert len(made[name]) == 2, "two layers of each kind"
+        for unturned, turned in made[name]:
+            pairs = torch.view_as_complex(unturned[:, -2 * len(frequencies) :].unflatten(-1, (-1, 2)).contiguous())
+            phase = torch.arange(700 // ratio)[:, None] * ratio * frequencies
+            expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(phase), phase)).flatten(1)
+            assert_same(turned[:, -2 * len(frequencies) :], expected, name)
+            assert torch.equal(turned[:, : -2 * len(frequencies)], unturned[:, : -2 * len(frequencies)])
+    assert torch.equal(served.csa_entries(1, 0)[:175], made["csa_entries"][1][1])
+    assert torch.equal(served.hca_entries(1, 0)[:5], made["hca_entries"][1][1])
 
 
 # ---------------------------------------------------------------------------------------------------------- V02

@@ -66,27 +66,28 @@ def drawn(group: str, number: int) -> tuple[random.Random, dict[str, Any], list[
     return rng, raw, [torch.randint(0, raw["vocab_size"], (length,), generator=generator) for length in lengths]
 
 
-def compared(name: str, logits: Tensor, answer: Answer) -> int:
-    """How many of the answer's positions `logits` [S, V] can be held to; all of those must agree.
+def compared(name: str, logits: Tensor, answer: Answer) -> tuple[int, float]:
+    """How many of the answer's positions `logits` [S, V] can be held to, and the largest error at these.
 
     The first position that differs ends the comparison if, and only if, a selection at that very position is a tie.
     """
     error = (logits - answer.logits).abs().amax(-1)
     bad = torch.nonzero(~(error <= TOLERANCE)).flatten()
     if len(bad) == 0:
-        return len(error)
+        return len(error), float(error.max())
     first = int(bad[0])
     gap = float(answer.gaps[first])
     assert gap < ROUNDING_GAP, (
         f"{name}: first of {len(bad)} wrong positions is {first} of {len(error)}, off by {float(error[first]):.3g}; "
         f"no tie there (smallest gap {gap:.3g})"
     )
-    return first
+    return first, float(error[:first].max()) if first else 0.0
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_logits_equal_those_of_transformers(group: str) -> None:
     positions = agreed = 0
+    worst = 0.0
     tied = set()
     for number in range(CONFIGS_PER_GROUP):
         rng, raw, prompts = drawn(group, number)
@@ -100,11 +101,12 @@ def test_logits_equal_those_of_transformers(group: str) -> None:
         }
         for name, logits in results.items():
             for place, (mine, answer) in enumerate(zip(logits, answers, strict=True)):
-                same = compared(f"config {number} of {group!r}, {len(mine)} tokens, {name}", mine, answer)
-                positions, agreed = positions + len(mine), agreed + same
+                same, error = compared(f"config {number} of {group!r}, {len(mine)} tokens, {name}", mine, answer)
+                positions, agreed, worst = positions + len(mine), agreed + same, max(worst, error)
                 tied |= {(number, place)} if same < len(mine) else set()
-    print(f"{group}: {len(tied)} prompts with a tie, {positions - agreed} of {positions} positions left out")
-    assert len(tied) <= 1, "1 of 680 prompts had a tie when this was measured: several in one group are no accident"
+    left_out = f"{len(tied)} prompts with a tie, {positions - agreed} of {positions} positions left out"
+    print(f"{group}: largest error {worst:.1e}, {left_out}")
+    assert len(tied) <= 1, "3 of 920 prompts had a tie when this was measured: several in one group are no accident"
 
 
 @pytest.mark.parametrize("group", ["all kinds", "any mix", "top-k of 4", "hash layers only", "window of 3"])

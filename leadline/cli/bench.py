@@ -2,6 +2,7 @@
 
 import importlib.util
 import json as json_format
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def bench(
         int | None, typer.Option("--concurrency", min=1, help="Requests under way at once. Default: all.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0, help="Requests per second, at random moments. Default: no wait.")
+        float | None, typer.Option("--rate", min=0, help="Requests sent per second, at random. Default: no wait.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of token ids, lengths, moments and sampling.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
@@ -215,11 +216,11 @@ def read_jobs(path: Path, llm: LLM, max_tokens: int, seed: int) -> list[Job]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json_format.loads(line)
+            if not isinstance(record, dict) or "prompt" not in record:
+                raise ValueError(f"it must be a JSON object with a prompt, not {reprlib.repr(record)}")
             params = SamplingParams(max_tokens=record.get("max_tokens", max_tokens), seed=seed + number)
             jobs.append(Job(llm.encode(record["prompt"]), params))
-        except KeyError:
-            culprits.append(f"line {number} has no prompt")
-        except (AttributeError, TypeError, ValueError) as error:
+        except ValueError as error:
             culprits.append(f"line {number}: {error}")
     if not jobs and not culprits:
         culprits.append("there are no lines")

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from leadline.checkpoint.names import Shape, WeightFormat, stored_tensors, weight_specs
 from leadline.checkpoint.reader import Checkpoint
+from leadline.cli.options import parse_size
 from leadline.config import PAGE_TOKENS, ModelConfig, Ratio
 from leadline.engine.loading import BUILT_IN
 from leadline.model.state import CSA_PER_PAGE, PENDING_RING, pages_for
@@ -123,7 +124,10 @@ def inspect(
         typer.Argument(help=f"A preset ({', '.join(PRESETS)}), a folder or a hub id. Default: the built-in model."),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option("--context", min=1, help="Tokens of a request; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            "--context", parser=parse_size, metavar="SIZE", help="Tokens of a request, such as 128K; may be repeated."
+        ),
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Show what fits on this many GPUs.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -193,12 +197,12 @@ def examine(
 ) -> Report:
     """Count everything. `contexts` are tokens per request, by default 4K, 128K and 1M as far as the model goes.
 
-    Raises ValueError for contexts longer than the model's and for `gpus` that it cannot be split over evenly.
+    Raises ValueError for contexts that the model does not allow and for `gpus` that it cannot be split over evenly.
     """
     longest = config.max_position_embeddings
-    too_long = [str(n) for n in contexts or () if n > longest]
-    if too_long:
-        raise ValueError(f"the context of {name} is {longest} tokens; less than {', '.join(too_long)}")
+    outside = [str(n) for n in contexts or () if not 1 <= n <= longest]
+    if outside:
+        raise ValueError(f"the context is {', '.join(outside)}; {name} allows 1 to {longest} tokens")
     contexts = sorted(set(contexts)) if contexts else sorted({min(n, longest) for n in CONTEXTS})
     split = math.gcd(config.num_attention_heads, config.n_routed_experts)
     if gpus is not None and split % gpus:
