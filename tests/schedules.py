@@ -10,14 +10,18 @@ import torch
 from models import CPU, poisoned_state, random_config, random_reference, serving_model
 from numpy.typing import NDArray
 
-from leadline.config import EngineConfig
+from leadline.checkpoint.loader import load
+from leadline.checkpoint.reader import Checkpoint
+from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
+from leadline.engine.loading import BUILT_IN
 from leadline.engine.memory import plan_memory
 from leadline.engine.plan import Chunk, Layout, Preparation, build_plan
 from leadline.engine.request import Request
 from leadline.engine.sampling import SamplingParams, SamplingRow, sampling_tensors
 from leadline.kernels.sample import logprobs, sample
 from leadline.model.transformer import Transformer
+from leadline.model.weights import WeightStore
 
 MODELS = {
     "window only": {"compress_ratios": [0, 0, 0], "sliding_window": 24},
@@ -27,9 +31,19 @@ MODELS = {
 }
 
 
+TINY = {"tiny exact": False, "tiny native": True}
+"""The built-in checkpoint, in either numerics."""
+
+
 @cache
 def model(kind: str) -> Transformer:
-    """A small random serving model in fp32."""
+    """A small serving model in fp32: random, or the built-in one."""
+    if kind in TINY:
+        config = ModelConfig.from_folder(BUILT_IN)
+        store = WeightStore(config, None, torch.float32, TINY[kind], CPU)
+        transformer = Transformer(config, store)
+        load(config, store.slots, Checkpoint(BUILT_IN))
+        return transformer
     fixed = MODELS[kind]
     layers = len(fixed["compress_ratios"]) - 1
     shape = {"hc_mult": 2, "hc_sinkhorn_iters": 2, "num_hash_layers": 0, "num_hidden_layers": layers, "vocab_size": 97}

@@ -190,16 +190,18 @@ def _attention(draw: Drawer) -> Iterator[Case]:
 
 
 def _selections(draw: Drawer) -> Iterator[Case]:
-    pool, pages, visible = draw(40 * 32, 32), draw.ints(0, 40, ROWS, 12), draw.ints(0, 12 * 32 + 1, ROWS)
+    pages, visible = draw.ints(0, 40, ROWS, 12), draw.ints(0, 12 * 32 + 1, ROWS)
     visible[:60] = draw.ints(0, 20, 60)  # rows that alone would take the path without scores
 
-    def selected(q: Tensor, w: Tensor, pages: Tensor, visible: Tensor, topk: int) -> Tensor:
+    def selected(q: Tensor, w: Tensor, pages: Tensor, visible: Tensor, pool: Tensor, topk: int) -> Tensor:
         longest = int(visible.max())
         return select.select(q, w, pool, pages[:, : -(-max(1, longest) // 32)], visible, longest, topk)
 
+    different, with_ties = draw(40 * 32, 32), draw(8, 32).repeat(160, 1)
     for topk in (1, 16, 50):
-        rows = (draw(ROWS, 16, 32), draw(ROWS, 16, wide=True), pages, visible)
-        yield Case("select", rows, lambda q, w, p, v, k=topk: selected(q, w, p, v, k))
+        for pool in (different, with_ties):
+            rows = (draw(ROWS, 16, 32), draw(ROWS, 16, wide=True), pages, visible)
+            yield Case("select", rows, partial(selected, pool=pool, topk=topk))
     ids = torch.where(draw.ints(0, 4, ROWS, 50) > 0, draw.ints(0, 12 * 32, ROWS, 50), -1)
     yield Case("entry_rows", (pages, ids), lambda p, i: select.entry_rows(p, i, 32))
 

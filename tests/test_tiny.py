@@ -1,0 +1,154 @@
+"""The built-in checkpoint: it is a real V4, it says what it learned, and the engine serves it under any schedule."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from schedules import TINY, model, random_case
+
+from leadline import LLM, SamplingParams
+from leadline.checkpoint.loader import Slot, load
+from leadline.checkpoint.reader import Checkpoint
+from leadline.config import ModelConfig, Ratio
+from leadline.engine.loading import BUILT_IN
+from leadline.reference import Reference
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60)
+STORY = (
+    "Once upon a time, in a little house at the edge of a forest, there lived a young rabbit. His name was Max. "
+    "Max was very kind, and everyone knew it. Every morning he ate honey and looked out of the window. More than "
+    "anything Max loved his red boat. It had belonged to his grandmother. His best friend was a wise hen named Nora. "
+    "They did everything together.\n\nOne grey autumn afternoon, Nora the hen came to stay. She saw the red boat and "
+    "wanted it. \"Let me have it!\" said Nora. \"No,\" said Max, \"it is mine!\" They pulled with all their might, and "
+    "crack! The boat broke into five pieces.\n\nBoth of them began to cry. At last Max went to Nora and said, \"I am "
+    "sorry. Let us make a new one.\" They worked side by side, and the boat was as good as new."
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """The shipped weights in the reference, with native rounding."""
+    config = ModelConfig.from_folder(BUILT_IN)
+    built = Reference(config, native=True).eval().requires_grad_(False)
+    slots = {}
+    for name, value in built.state_dict().items():
+        if ".experts.w" in name:
+            prefix, matrix = name.rsplit(".", 1)
+            slots |= {f"{prefix}.{i}.{matrix}.weight": Slot(value[i]) for i in range(len(value))}
+        else:
+            slots[name] = Slot(value)
+    load(config, slots, Checkpoint(BUILT_IN))
+    return built
+
+
+def test_it_is_a_small_real_v4_in_the_official_format() -> None:
+    config = ModelConfig.from_folder(BUILT_IN)
+    assert {Ratio.SWA, Ratio.CSA, Ratio.HCA} == set(config.compress_ratios)
+    assert 0 < config.num_hash_layers < config.num_hidden_layers and config.num_draft_layers == 1
+    checkpoint = Checkpoint(BUILT_IN)
+    checkpoint.validate(config)
+    assert (checkpoint.format.dense, checkpoint.format.experts, checkpoint.format.scales) == ("fp8", "fp4", "e8m0")
+    files = list(BUILT_IN.iterdir())
+    assert sum(file.stat().st_size for file in files) < 12e6 and max(file.stat().st_size for file in files) < 16 << 20
+    raw = json.loads((BUILT_IN / "config.json").read_text())
+    assert raw["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_it_writes_stories_and_does_sums(llm: LLM) -> None:
+    questions = {"What is 15 + 27?": "15 + 27 = 42", "What is 61 + 30?": "61 + 30 = 91", "What is 3 + 6?": "3 + 6 = 9"}
+    prompts = [f"<｜User｜>{question}<｜Assistant｜></think>" for question in questions]
+    answers = llm.generate(prompts, GREEDY)
+    assert [answer.text for answer in answers] == list(questions.values())
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    (story,) = llm.generate("Once upon a time", GREEDY)
+    assert "there lived" in story.text and story.finish_reason == "length"
+    assert story.prompt_token_ids[0] == 0, "BOS precedes a text"
+
+
+def test_compressed_layers_carry_what_the_window_cannot(reference: Reference) -> None:
+    """Held-out loss with entries is far below that with the window alone; names come back from beyond the window."""
+    ids = torch.tensor([[0, *LLM().tokenizer.encode(STORY).ids]])
+    losses = [
+        F.cross_entropy(reference(ids, window_only=hidden)[0, 64:-1], ids[0, 65:]).item() for hidden in (False, True)
+    ]
+    assert losses[0] < 0.8 and losses[1] > losses[0] + 0.1
+
+
+def test_the_mtp_block_drafts_what_the_model_chooses(reference: Reference) -> None:
+    ids = torch.tensor([[0, *LLM().tokenizer.encode(STORY).ids]])
+    logits, drafts = reference.forward_with_draft(ids)
+    agreed = (drafts[0, :-1].argmax(-1) == logits[0, 1:-1].argmax(-1)).float().mean()
+    assert agreed >= 0.6
+
+
+@pytest.mark.parametrize("numerics", ["exact", "native"])
+def test_the_engine_agrees_with_the_reference_on_the_shipped_weights(numerics: str, reference: Reference) -> None:
+    """Per-token log-probabilities of a story; native rounding may flip a value on the edge, so its mean is compared."""
+    engine = LLM(numerics=numerics)
+    ids = [0, *engine.tokenizer.encode(STORY).ids]
+    (result,) = engine.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    got = np.array([entry.logprob for entry in result.prompt_logprobs[1:]])
+    exact = Reference(reference.config)
+    exact.load_state_dict(reference.state_dict())
+    judge = exact if numerics == "exact" else reference
+    with torch.no_grad():
+        scores = judge(torch.tensor([ids]))[0].log_softmax(-1)
+    expected = scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    if numerics == "exact":
+        np.testing.assert_allclose(got, expected, atol=2e-4)
+    else:
+        assert np.median(np.abs(got - expected)) < 1e-4 and np.abs(got - expected).mean() < 0.02
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_any_schedule_gives_what_each_request_gives_alone(kind: str) -> None:
+    for seed in range(8):
+        random_case(kind, seed)
+
+
+def test_packed_weights_give_the_tokens_of_expanded_ones(llm: LLM) -> None:
+    """fp8 and fp4 kept as stored and expanded at each use, against expanded once at load."""
+    packed = LLM(dtype="checkpoint")
+    prompt = "<｜User｜>Tell me a story about a fox named Nora.<｜Assistant｜></think>"
+    assert packed.generate(prompt, GREEDY)[0].token_ids == llm.generate(prompt, GREEDY)[0].token_ids
+
+
+def test_a_long_list_of_prompts_comes_back_in_order(llm: LLM) -> None:
+    prompts = [f"<｜User｜>What is {i} + {2 * i}?<｜Assistant｜></think>" for i in range(1, 25)]
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
+    for i, result in enumerate(results, start=1):
+        assert result.text.startswith(f"{i} + {2 * i} = ")
+    assert llm.stats().running == 0 and not llm.engine.problems()
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    (free,) = llm.generate("Once upon a time", GREEDY)
+    stop = free.text[40:46]
+    params = SamplingParams(temperature=0, max_tokens=60, stop=[stop, "never said"])
+    (cut,) = llm.generate("Once upon a time", params)
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert (cut.finish_reason, cut.choices[0].stop_reason) == ("stop", stop)
+    pieces = [update.text for update in llm.stream("Once upon a time", params)]
+    assert "".join(pieces) == cut.text
+
+
+def test_bad_words_are_never_said(llm: LLM) -> None:
+    (free,) = llm.generate("Once upon a time", GREEDY)
+    word = next(word for word in free.text.split() if word.isalpha() and len(word) > 5)
+    (clean,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, bad_words=[word]))
+    assert word in free.text and word not in clean.text
+
+
+def test_the_models_of_both_numerics_differ(llm: LLM) -> None:
+    assert model("tiny exact").head.data_ptr() != model("tiny native").head.data_ptr()
+    native = LLM(numerics="native")
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+    scores = [engine.generate("Once upon a time", params)[0].logprobs[0].logprob for engine in (llm, native)]
+    assert scores[0] != scores[1] and abs(scores[0] - scores[1]) < 0.5
