@@ -37,6 +37,7 @@ OPTIONS = {
     "chat": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--help --system --thinking",
     "bench": ENGINE_OPTIONS + "--chunk-tokens --concurrency --dataset --help --input-len --json --max-running "
     "--output-len --plot --prefix-cache --prefix-len --random-range --rate --requests --seed --step-tokens",
+    "convert": "--help --layout --weights",
     "inspect": "--context --gpus --help --json",
 }
 """Subcommand -> its options. Adding one is a decision: it belongs here, in the help and in README."""

@@ -21,9 +21,9 @@ STORY = (
     "Max was very kind, and everyone knew it. Every morning he ate honey and looked out of the window. More than "
     "anything Max loved his red boat. It had belonged to his grandmother. His best friend was a wise hen named Nora. "
     "They did everything together.\n\nOne grey autumn afternoon, Nora the hen came to stay. She saw the red boat and "
-    "wanted it. \"Let me have it!\" said Nora. \"No,\" said Max, \"it is mine!\" They pulled with all their might, and "
-    "crack! The boat broke into five pieces.\n\nBoth of them began to cry. At last Max went to Nora and said, \"I am "
-    "sorry. Let us make a new one.\" They worked side by side, and the boat was as good as new."
+    'wanted it. "Let me have it!" said Nora. "No," said Max, "it is mine!" They pulled with all their might, and '
+    'crack! The boat broke into five pieces.\n\nBoth of them began to cry. At last Max went to Nora and said, "I am '
+    'sorry. Let us make a new one." They worked side by side, and the boat was as good as new.'
 )
 
 

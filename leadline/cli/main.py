@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "Continue a text.",
     "chat": "Talk with a model.",
     "bench": "Measure throughput and latency.",
+    "convert": "Rewrite a checkpoint in another layout or weight format.",
     "inspect": "Show what a model is made of, its bytes, and which GPUs hold it.",
 }
 """Subcommand -> its line of help. `leadline/cli/<name>.py` defines the function `<name>`, imported when it is run."""

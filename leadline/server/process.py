@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,6 +43,7 @@ from leadline.server.wire import (
     FromEngine,
     Generate,
     Message,
+    Question,
     Ready,
     Refused,
     RemoteRequest,
@@ -57,9 +59,9 @@ log = logging.getLogger(__name__)
 
 COMMAND = [sys.executable, "-m", "leadline.server.process"]
 LAST_WORDS_SECONDS = 1.0
-"""How long a process that exits may still be read, and one that closed its connection may take to exit."""
+"""How long, after a process has exited or closed its connection, to wait for the other to say why it ended."""
 CLOSE_SECONDS = 5.0
-"""How long a process that was told to close may take to exit: a step, and freeing its memory."""
+"""How long a process that is to exit may take for a last step and for freeing its memory."""
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 60.0
 """A process that has lived this long was sound: the next one is started after the first delay again."""
@@ -146,7 +148,7 @@ class EngineProcess:
         started._watch = asyncio.create_task(started._run(reader))
         started._send(Start(config, progress))
         try:
-            await asyncio.shield(started._ready)
+            await started._ready
         except asyncio.CancelledError:
             await started._kill()
             raise
@@ -192,11 +194,11 @@ class EngineProcess:
             if unfinished and self._stopped is None:
                 self._send(Abort(key))
 
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: Question) -> Any:
         """The engine's answer to an `Ask`. Raises EngineStopped if it does not live to give it."""
         self._check()
         key = next(self._keys)
-        self._send(Ask(key, what))  # type: ignore[arg-type]
+        self._send(Ask(key, what))
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -206,10 +208,8 @@ class EngineProcess:
     async def close(self, seconds: float) -> None:
         """Refuse what comes, let what runs go on for `seconds` at most, and end the process."""
         self._closing = True
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            pass
         if self._stopped is None:
             self._send(Close())
             await asyncio.wait({self._watch}, timeout=CLOSE_SECONDS)
@@ -243,14 +243,15 @@ class EngineProcess:
         try:
             await asyncio.wait({reading, exiting}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({reading, exiting}, timeout=LAST_WORDS_SECONDS)
+            self._stop(reading)
+            await asyncio.wait({exiting}, timeout=CLOSE_SECONDS)
         finally:
-            reason = self._reason(reading)
+            self._stop(reading)
             if self._process.returncode is None:
                 self._process.kill()
             for task in (reading, exiting):
                 task.cancel()
             self._writer.transport.abort()
-            self._stop(EngineStopped(reason))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -273,7 +274,7 @@ class EngineProcess:
             case Answer(key, value):
                 if key in self._answers and not self._answers[key].done():
                     self._answers[key].set_result(value)
-            case Ready():
+            case Ready() if not self._ready.done():
                 self._ready.set_result(message)
             case Failed():
                 self._failed = message
@@ -282,20 +283,22 @@ class EngineProcess:
         """Why the process has ended, or is being ended."""
         status = self._process.returncode
         if self._failed is not None:
-            return f"the engine stopped: {self._failed.text}"
-        if self._closing:
-            return "the engine was closed"
+            return f"the engine {'stopped' if self._ready.done() else 'could not start'}: {self._failed.text}"
         if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
-            return f"the engine's process was ended: what it said made no sense: {type(error).__name__}: {error}"
+            return f"the engine's process was ended: what it said made no sense: {_sentence(error)}"
+        if self._closing and status in (None, 0):
+            return "the engine was closed"
         if status is None:
-            return "the engine's process was ended"
+            return "the engine's process was ended" if not reading.done() else "the engine's process hung up"
         if status < 0:
             return f"the engine's process was killed by signal {-status} ({signal.strsignal(-status)})"
         return f"the engine's process exited with status {status}"
 
-    def _stop(self, stopped: EngineStopped) -> None:
-        """Tell everyone who waits."""
-        self._stopped = stopped
+    def _stop(self, reading: "asyncio.Task[None]") -> None:
+        """Tell everyone who waits; idle if they have been told."""
+        if self._stopped is not None:
+            return
+        stopped = self._stopped = EngineStopped(self._reason(reading))
         for stream in self._streams.values():
             stream.fail(EngineStopped(*stopped.args))
         for answer in self._answers.values():
@@ -304,7 +307,6 @@ class EngineProcess:
         if not self._ready.done():
             told = self._failed if self._failed is not None and self._failed.for_people else None
             self._ready.set_exception(ValueError(told.text) if told else stopped)
-            self._ready.exception()  # seen: nobody waits for it any more if the start was cancelled
 
 
 _REFUSALS: dict[str, type[Exception]] = {
@@ -366,7 +368,7 @@ class EngineClient:
         priority: int = 0,
         salt: str = "",
     ) -> AsyncGenerator[RemoteUpdate, None]:
-        """The updates of a prompt of token ids [P] as they come, over all `params.n` choices, each to its finish reason.
+        """The updates of a prompt of token ids [P] as they come, until each of its `params.n` choices has ended.
 
         Whoever reads slowly gets several steps' updates of a choice as one. Cancelling the task, or closing the
         iterator (`contextlib.aclosing`), aborts the request before the step after the one that runs. Raises ValueError
@@ -484,9 +486,9 @@ class EngineLoop:
     def _tell(self, updates: list[Update]) -> None:
         """Send a step's updates, but for requests that were aborted."""
         remote = [_remote(update, self._keys[update.request]) for update in updates if update.request in self._keys]
+        for error in dict.fromkeys(update.error for update in updates if update.error is not None):
+            traceback.print_exception(error)
         for update in updates:
-            if update.error is not None:
-                traceback.print_exception(update.error)
             if update.finish_reason is not None and update.request in self._keys:
                 key = self._keys.pop(update.request)
                 self._requests[key].remove(update.request)
@@ -522,17 +524,18 @@ def _exit_with(parent: int) -> NoReturn:
 
 def _serve(channel: Channel) -> None:
     """Load the engine that the first message asks for, and run it."""
+    while not (messages := channel.exchange(wait=True)):
+        pass
+    start = messages[0]
+    assert isinstance(start, Start)
     try:
-        (start,) = channel.exchange(wait=True)
-        assert isinstance(start, Start)
         engine = load_engine(start.config, start.progress)
-        channel.send(Ready(engine.max_context, engine.memory.rows()))
-        EngineLoop(engine, channel).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        sys.exit(1)  # the parent has gone
-    except Exception as error:
-        channel.send(...)
-        raise
+    except (ValueError, OSError) as error:
+        channel.send(Failed(str(error), for_people=True))
+        channel.finish()
+        sys.exit(1)
+    channel.send(Ready(engine.max_context, engine.memory.rows()))
+    EngineLoop(engine, channel).run()
     channel.finish()
 
 
@@ -542,7 +545,15 @@ def main() -> None:
     connection.set_inheritable(False)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers send it to all; the parent says when to close
     threading.Thread(target=_exit_with, args=[int(sys.argv[2])], name="leadline-parent", daemon=True).start()
-    _serve(Channel(connection))
+    channel = Channel(connection)
+    try:
+        _serve(channel)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        sys.exit(1)  # the parent has gone
+    except Exception as error:
+        channel.send(Failed(_sentence(error), for_people=False))
+        channel.finish()
+        raise
 
 
 if __name__ == "__main__":

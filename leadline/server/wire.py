@@ -18,6 +18,8 @@ from leadline.engine.sampling import SamplingParams
 LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
 
+Question = Literal["stats", "problems", "reset_cache"]
+
 # ------------------------------------------------------------------------------------- to the engine's process
 
 
@@ -49,10 +51,10 @@ class Abort(Message):
 
 
 class Ask(Message):
-    """Wants an `Answer`."""
+    """Wants an `Answer`: what the engine's method of that name returns."""
 
     key: int
-    what: Literal["stats", "problems", "reset_cache"]
+    what: Question
 
 
 class Close(Message):
