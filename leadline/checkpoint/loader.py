@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from rich import progress as rich_progress
+from rich.console import Console
 from torch import Tensor
 
 from leadline.checkpoint.headers import CheckpointError
@@ -196,7 +197,8 @@ def put_all(loader: WeightLoader, tensors: Iterable[tuple[str, Tensor]]) -> None
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """A progress bar on the terminal, while the context lasts, as a callback for `load`."""
+    """A progress bar on standard error, if that is a terminal, while the context lasts: a callback for `load`."""
+    console = Console(stderr=True)
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
@@ -204,7 +206,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    with rich_progress.Progress(*columns, transient=True) as bar:
+    with rich_progress.Progress(*columns, transient=True, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

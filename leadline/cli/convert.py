@@ -1,6 +1,5 @@
 """`leadline convert`: rewrite a checkpoint folder in another layout or another weight format."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,7 +39,7 @@ def convert(
     start = time.perf_counter()
     form = FORMATS[weights] if weights else None
     with progress_bar("converting") as bar:
-        convert_folder(source, destination, layout, form, bar if sys.stderr.isatty() else None)
+        convert_folder(source, destination, layout, form, bar)
     written = Checkpoint(destination)
     seconds = time.perf_counter() - start
     print(
