@@ -30,12 +30,13 @@ def byte_tokenizer(marks: list[str] = MARKS) -> Tokenizer:
 def write_model(folder: Path, tokenizer: Tokenizer | None = None, seed: int = 0, **changes: Any) -> Path:
     """A checkpoint folder in fp32 of a random model with every layer kind; three ids have no token.
 
-    `changes` are keys of config.json.
+    EOS has a logit of 0, so that greedy output never ends by itself. `changes` are keys of config.json.
     """
     tokenizer = tokenizer or byte_tokenizer()
     kinds = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1, "sliding_window": 24}
     raw = random_config(random.Random(seed), vocab_size=tokenizer.get_vocab_size() + 3, **kinds | changes)
     weights = native_weights(random_reference(raw, seed))
+    weights["head.weight"][raw["eos_token_id"]] = 0
     write_native(folder, raw, weights.items(), WeightFormat("fp32", "fp32"))
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
