@@ -151,26 +151,26 @@ LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257)
 
 def random_jobs(rng: random.Random, vocabulary: int, window: int, longest: int) -> list[Job]:
     """Requests of which many share prefixes, with lengths around every boundary there is."""
-    stems = [np.array([rng.randrange(vocabulary) for _ in range(longest)], np.int32) for _ in range(2)]
+    stems = [np.array([rng.randrange(vocabulary) for _ in range(longest)], np.int32) for _ in range(rng.choice([1, 2]))]
     jobs = []
-    for _ in range(rng.randint(1, 7)):
-        length = rng.choice([*LENGTHS, max(1, window - 1), window, window + 1, rng.randint(1, longest)])
-        length = min(length, longest)
-        shared = rng.choice([0, 64, 127, 128, 129, 256, 300, length])
+    for _ in range(rng.randint(2, 9)):
+        around = [*LENGTHS, *LENGTHS[-3:], max(1, window - 1), window, window + 1]
+        length = min(rng.choice([*around, rng.randint(1, longest), rng.randint(130, longest)]), longest)
+        shared = rng.choice([0, 64, 127, 128, 129, 256, 300, length, length])
         fresh = np.array([rng.randrange(vocabulary) for _ in range(length)], np.int32)
         prompt = np.concatenate([rng.choice(stems)[:shared], fresh])[:length]
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
             top_k=rng.choice([0, 0, 5]),
             seed=rng.randrange(1000),
-            max_tokens=rng.randint(1, rng.choice([3, 12])),
+            max_tokens=rng.choice([1, 2, 3, 5, 8, 12, 16]),
             ignore_eos=rng.random() < 0.7,
             logprobs=0,
             n=rng.choice([1, 1, 1, 1, 3]),
         )
         cancel = rng.choice([None, None, None, None, rng.randrange(30)])
-        salt = rng.choice(["", "", "", "tenant"])
-        jobs.append(Job(rng.randrange(12), prompt, params, rng.choice([0, 0, 1]), salt, cancel))
+        salt = rng.choice(["", "", "", "", "", "tenant"])
+        jobs.append(Job(rng.randrange(rng.choice([1, 12, 40])), prompt, params, rng.choice([0, 0, 1]), salt, cancel))
     return jobs
 
 
@@ -178,8 +178,8 @@ def random_case(kind: str, seed: int) -> Engine:
     """Draw an engine and a schedule, play it, and check every request; returns the engine, idle."""
     rng = random.Random(f"{kind} {seed}")
     config = model(kind).config
-    running = rng.choice([1, 2, 4, 8])
-    pages = rng.choice([4, 5, 6, 8, 12, 30])
+    running = rng.choice([1, 2, 4, 4, 8, 8])
+    pages = rng.choice([4, 5, 5, 6, 6, 7, 8, 12, 30])
     options = {
         "max_running": running,
         "step_tokens": rng.choice([running, running + 7, 64, 300, 700]),
