@@ -1,5 +1,6 @@
 """From a model's name to an engine that is ready: find the folder, check everything, then load."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -53,6 +54,9 @@ def load_engine(config: EngineConfig, progress: bool) -> Engine:
     transformer = Transformer(model, weights)
     _load_weights(model, weights, checkpoint, progress)
     state = State(model, memory.size, dtype, device)
+    # What is alive now stays: without this a full collection walks it every few steps, 85 ms at 1,024 requests.
+    gc.collect()
+    gc.freeze()
     return Engine(transformer.forward, model, config, memory, state, tokenizer)
 
 
