@@ -6,7 +6,7 @@ The encoding and the parsing are those of DeepSeek's own `deepseek_recipe`; what
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -24,6 +24,10 @@ NEEDED_TOKENS = (
 
 FINISH_REASONS = {"stop": recipe.InferenceFinishReason.Stop, "length": recipe.InferenceFinishReason.Length}
 
+TWO_TIERS: dict[str, Literal["low", "high"]] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
+"""What each effort of a request is called in the encoding for checkpoints that were trained with two tiers, of which
+the lower one adds nothing to the prompt. Those of three tiers have the encoding's own names."""
+
 _NAME = "leadline"  # recipe wants a model name that it knows, and uses it only to choose between V4 and V4.1
 
 
@@ -38,8 +42,11 @@ class ChatPrompt:
 class ChatFormat:
     """V4's conversation format with one model's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
-        """Raises ValueError without a tokenizer, or naming every token of the format that it lacks."""
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], two_tiers: bool = False) -> None:
+        """`two_tiers`: the checkpoint knows two tiers of effort and not three, see TWO_TIERS.
+
+        Raises ValueError without a tokenizer, or naming every token of the format that it lacks.
+        """
         if tokenizer is None:
             raise ValueError("a chat needs a tokenizer, and this model folder has no tokenizer.json")
         spellings = [token.default_str() for token in NEEDED_TOKENS]
@@ -47,6 +54,8 @@ class ChatFormat:
         if missing:
             raise ValueError(f"the tokenizer lacks tokens of V4's chat format: {', '.join(missing)}")
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.two_tiers = two_tiers
+        self.think_end = tokenizer.token_to_id(recipe.SpecialToken.ThinkingEnd.default_str())
         self.tokenizer = recipe.Tokenizer.from_str(tokenizer.to_str())
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
         self._options = recipe.ConversionOptions().with_model_alias(_NAME, recipe.ModelVersion.DeepseekV4Pro)
@@ -57,15 +66,40 @@ class ChatFormat:
         Thinking is on unless `thinking` is {"type": "disabled"}. `reasoning_effort` is "low" unless given, which adds
         nothing to the prompt; recipe's own default adds a paragraph. Raises ValueError for what the format cannot say.
         """
+        return self.convert(recipe.ChatCompletionRequest, {"reasoning_effort": "low", **body})
+
+    def convert(self, protocol: Any, body: Mapping[str, Any]) -> ChatPrompt:
+        """Encode the conversation of a request in any protocol that recipe reads (`recipe.ResponsesRequest`, ...).
+
+        Effort is "high" unless given, as in DeepSeek's own service. Raises ValueError as `prompt` does.
+        """
         try:
-            request = recipe.ChatCompletionRequest({"reasoning_effort": "low", **body, "model": _NAME})
-            conversation = request.convert(self._options)
-            ids = self._encoding.encode(conversation.conversation)
+            request = protocol({**body, "model": _NAME}).convert(self._options)
+            conversation = request.conversation
+            if self.two_tiers and conversation.reasoning_effort is not None:
+                conversation = _with_effort(conversation, TWO_TIERS[conversation.reasoning_effort])
+            ids = self._encoding.encode(conversation)
         except recipe.ConversionError as error:
             raise ValueError(json.loads(error.body)["error"]["message"]) from error
         except UnicodeEncodeError as error:
             raise ValueError(f"the conversation holds text without a UTF-8 form: {error}") from error
-        return ChatPrompt(np.array(ids, np.int32), conversation)
+        except OverflowError as error:
+            raise ValueError(f"the conversation holds a number that is too large: {error}") from error
+        return ChatPrompt(np.array(ids, np.int32), request)
+
+
+def _with_effort(conversation: Any, effort: Literal["low", "high"]) -> Any:
+    """The same conversation with another effort."""
+    return recipe.Conversation(
+        conversation.messages,
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=effort,
+        response_format="json_object" if conversation.response_format == "json_object" else "text",
+        response_schema=conversation.response_schema,
+        response_regex=conversation.response_regex,
+    )
 
 
 class ChatParser:

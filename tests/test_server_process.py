@@ -4,8 +4,10 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -23,8 +25,8 @@ from leadline.engine.llm import LLM
 from leadline.engine.sampling import SamplingParams
 from leadline.engine.scheduler import QueueFull
 from leadline.server import process
-from leadline.server.process import EngineClient, RequestFailed
-from leadline.server.wire import RemoteUpdate
+from leadline.server.process import EngineClient, EngineLoop, RequestFailed
+from leadline.server.wire import Abort, Channel, Close, Generate, Refused, RemoteUpdate, frame, frames, from_engine
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -242,7 +244,7 @@ def test_a_slow_reader_gets_everything_in_few_updates_and_keeps_nobody_waiting(c
         slow = client.generate(PROMPT, params)
         got = [await anext(slow)]
         for _ in range(2):
-            assert len(tokens(await collect(client, PROMPT, params))) == 60
+            assert len(tokens(await collect(client, PROMPT, params))) == 2 * 60
         got += [update async for update in slow]
         assert len(got) <= 4 < len(expected)
         for choice in range(2):
@@ -270,6 +272,50 @@ def test_steps_go_on_while_the_server_is_busy(client: EngineClient, run: Run) ->
         await assert_idle(client)
 
     run(main())
+
+
+def test_sending_never_waits_for_a_reader() -> None:
+    """Nor does it lose or reorder anything, whatever parts the socket takes."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel, sent = Channel(ours), [Refused(key, "ValueError", "é" * 7001 * key) for key in range(40)]
+        began = time.monotonic()
+        for message in sent:
+            channel.send(message)
+        assert time.monotonic() - began < 1.0
+        assert channel.exchange(wait=False) == []
+        theirs.sendall(frame(Abort(5))[:3])
+        theirs.setblocking(False)
+        received, got = bytearray(), []
+        while len(got) < len(sent):
+            received += theirs.recv(100_003)
+            got += [from_engine.decode(body) for body in frames(received)]
+            assert channel.exchange(wait=False) == []
+        assert got == sent
+        theirs.sendall(frame(Abort(5))[3:] + frame(Abort(6)))
+        assert channel.exchange(wait=True) == [Abort(5), Abort(6)]
+
+
+def test_the_loop_forgets_requests_that_have_ended(folder: Path) -> None:
+    ours, theirs = socket.socketpair()
+    engine = LLM(str(folder), progress=False, state_bytes=1 << 25, device="cpu").engine
+    loop = EngineLoop(engine, Channel(ours))
+    thread = threading.Thread(target=loop.run)
+    with ours, theirs:
+        thread.start()
+        for key, params in enumerate([SHORT, SamplingParams(max_tokens=2, n=3), LONG]):
+            theirs.sendall(frame(Generate(key, PROMPT.tobytes(), params, 0, "")))
+        theirs.sendall(frame(Abort(2)) + frame(Abort(7)))
+        received, ends = bytearray(), 0
+        while ends < 4:
+            received += theirs.recv(1 << 16)
+            messages = [from_engine.decode(body) for body in frames(received)]
+            ends += sum(update.finish_reason is not None for each in messages for update in each.updates)
+        left = (dict(loop._requests), dict(loop._keys))
+        theirs.sendall(frame(Close()))
+        thread.join(10)
+    assert not thread.is_alive()
+    assert left == ({}, {})
 
 
 def test_a_prompt_larger_than_the_socket_holds_arrives(client: EngineClient, run: Run) -> None:
@@ -345,13 +391,17 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_engines_sentence(tmp_
     assert "no such model" in str(caught.value)
 
 
+@pytest.mark.parametrize("holder", [False, True], ids=["alone", "its own child holds the connection"])
 def test_a_process_that_dies_while_it_starts_is_reported(
-    folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: bool
 ) -> None:
-    (tmp_path / "dies.py").write_text("import sys; sys.exit(3)")
+    hold = "import os, time\nif os.fork() == 0: time.sleep(4); os._exit(0)\n" if holder else ""
+    (tmp_path / "dies.py").write_text(f"{hold}raise SystemExit(3)")
     monkeypatch.setattr(process, "COMMAND", [sys.executable, str(tmp_path / "dies.py")])
+    began = time.monotonic()
     with pytest.raises(EngineStopped, match="exited with status 3"):
         run(EngineClient.start(config(folder), restart=True))
+    assert time.monotonic() - began < 2.0
 
 
 # ------------------------------------------------------------------------------------------------- a bad day
@@ -409,6 +459,13 @@ def test_a_start_that_fails_is_tried_again_after_growing_delays(monkeypatch: pyt
 
     run(main())
     assert delays == [10.0, 20.0, 40.0, 60.0]
+
+
+def test_signals_for_the_server_do_not_end_its_engine(client: EngineClient, run: Run) -> None:
+    """A terminal interrupts all processes of a session, a service manager terminates all of a service."""
+    assert os.getsid(client.pid) != os.getsid(0)
+    os.kill(client.pid, signal.SIGTERM)
+    assert len(tokens(run(collect(client, PROMPT, SHORT)))) == 3
 
 
 def test_closing_lets_requests_finish_within_the_limit_and_ends_the_others(folder: Path, run: Run) -> None:
@@ -504,28 +561,26 @@ def test_the_process_ends_with_its_parent(folder: Path, run: Run) -> None:
     assert run(gone(pid, 3.0))
 
 
-def test_a_process_that_is_stuck_ends_with_its_parent(run: Run, tmp_path: Path) -> None:
+STUCK = """
+import os, time
+from leadline.server import process
+
+def load_engine(config, progress):
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+
+process.load_engine = load_engine
+process.main()
+"""
+
+
+def test_a_process_that_is_stuck_ends_with_its_parent(folder: Path, run: Run, tmp_path: Path) -> None:
     """It is not looking at its connection: it is loading, or in a step that hangs."""
-    (tmp_path / "stuck.py").write_text(
-        "import time\nfrom leadline.server import process\n"
-        "process.load_engine = lambda config, progress: time.sleep(1000)\nprocess.main()\n"
-    )
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import os, socket, subprocess, sys, time\nours, theirs = socket.socketpair()\n"
-            f"child = subprocess.Popen([sys.executable, {str(tmp_path / 'stuck.py')!r}, str(theirs.fileno()), "
-            "str(os.getpid())], pass_fds=[theirs.fileno()])\nprint(child.pid, flush=True)\n"
-            "from leadline.server.wire import Start, frame\nfrom leadline.config import EngineConfig\n"
-            "ours.sendall(frame(Start(EngineConfig(), False)))\ntime.sleep(1000)\n",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    (tmp_path / "stuck.py").write_text(STUCK)
+    script = f"from leadline.server import process\nprocess.COMMAND[1:] = [{str(tmp_path / 'stuck.py')!r}]\n{PARENT}"
+    parent = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(4)
     assert exists(pid)
     parent.kill()
     parent.wait()

@@ -12,6 +12,7 @@ import leadline
 COMMANDS = {
     "generate": "Continue a text.",
     "chat": "Talk with a model.",
+    "serve": "Serve a model to clients of the OpenAI API.",
     "bench": "Measure throughput and latency.",
     "convert": "Rewrite a checkpoint in another layout or weight format.",
     "inspect": "Show what a model is made of, its bytes, and which GPUs hold it.",

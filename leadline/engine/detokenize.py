@@ -29,7 +29,9 @@ class TokenBytes:
             kind = type(tokenizer.decoder).__name__
             raise ValueError(f"the tokenizer's decoder is {kind}; allowed: ByteLevel")
         self._tokenizer = tokenizer
-        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special = frozenset(i for i, token in added if token.special)
+        self.added = frozenset(i for i, _ in added)
 
     def __getitem__(self, token: int) -> bytes:
         """The bytes of token id `token`, special or not; none for an id without a token (padded vocabularies)."""

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from leadline.cache.pages import Pool
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.detokenize import Detokenizer, TokenBytes
+from leadline.engine.grammar import Grammars, Matcher
 from leadline.engine.memory import MemoryPlan
 from leadline.engine.plan import Ints, Layout, build_plan
 from leadline.engine.request import Request
@@ -91,6 +93,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_context = memory.max_context
         self._token_bytes = TokenBytes(tokenizer) if tokenizer else None
+        self._grammars: Grammars | None = None
         device = state.window.device
         overlap = config.overlap if config.overlap is not None else device.type != "cpu"
         self.runner = Runner(forward, state, model.vocab_size, memory.running, device, overlap)
@@ -132,11 +135,22 @@ class Engine:
             request.reuse = self.config.prefix_cache and params.prompt_logprobs is None
             request.detokenizer = Detokenizer(self._token_bytes, params)
             choices.append(request)
+        for request, matcher in zip(choices, self._matchers(params), strict=True):
+            request.matcher = matcher
         for request in choices[1:]:
             request.leader = choices[0]
         choices[0].followers = choices[1:]
         self.scheduler.add(choices)
         return choices
+
+    def _matchers(self, params: SamplingParams) -> Sequence[Matcher | None]:
+        """One for each choice; their grammar is compiled while the prompt runs."""
+        if params.constraint is None:
+            return [None] * params.n
+        if self._grammars is None:
+            assert self._token_bytes is not None
+            self._grammars = Grammars(self._token_bytes, self.model.vocab_size, self.model.eos_token_ids)
+        return self._grammars.start(params.constraint, params.n)
 
     def check(self, prompt: NDArray[np.int32], params: SamplingParams) -> None:
         """Raise ValueError if `add` would refuse this prompt with these parameters for what they are."""
@@ -154,6 +168,10 @@ class Engine:
         params.validate(self.model.vocab_size)
         if self.tokenizer is None and (params.stops or params.bad_words):
             raise ValueError("stop and bad_words need text, and this model folder has no tokenizer")
+        if params.constraint is not None:
+            if self.tokenizer is None:
+                raise ValueError("a constraint needs text, and this model folder has no tokenizer")
+            params.constraint.check()
 
     def abort(self, request: Request) -> None:
         """End a request at whatever moment; no token of it is delivered afterwards. Idle if it has ended."""
@@ -229,7 +247,8 @@ class Engine:
             before += [-1] * (position - len(before))  # not read yet; only its place counts
             banned = banned_tokens(params, request.bad_words, self.model.eos_token_ids, before)
         row = self._counts_row(request) if params.penalised else 0
-        return SamplingRow(params, request.seed, position, banned, row)
+        allowed = request.matcher.allowed() if request.matcher is not None else None
+        return SamplingRow(params, request.seed, position, banned, row, allowed)
 
     def _counts_row(self, request: Request) -> int:
         """The request's row in the penalties' counts, made anew when it starts or comes back."""
@@ -274,6 +293,12 @@ class Engine:
     def _extend(self, request: Request, token: int, update: Update) -> None:
         """Add a sampled token to its request and see whether that ends it."""
         params = request.params
+        if request.matcher is not None:
+            if request.matcher.error is not None:
+                self._finish(request, "error")
+                update.finish_reason, update.error = "error", request.matcher.error
+                return
+            request.matcher.accept(token)
         request.append(token)
         self._generated += 1
         update.tokens.append(token)
@@ -331,8 +356,10 @@ class Engine:
         self.scheduler.index.clear()
 
     def close(self) -> None:
-        """Stop the runner's thread."""
+        """Stop the threads of the runner and of the grammars."""
         self.runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
 
 def _ids(step: Step) -> Ints:

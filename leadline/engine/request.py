@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from leadline.cache.prefix import Node
 from leadline.engine.detokenize import Detokenizer
+from leadline.engine.grammar import Matcher
 from leadline.engine.sampling import SamplingParams
 
 _numbers = itertools.count()
@@ -38,6 +39,8 @@ class Request:
     shares: bool = False
     """and whether it does in its present life."""
     bad_words: list[list[int]] = field(default_factory=list)
+    matcher: Matcher | None = None
+    """Follows its output along `params.constraint`."""
     leader: "Request | None" = None
     """The choice that runs the prompt for this one, until it has."""
     followers: list["Request"] = field(default_factory=list)
@@ -87,7 +90,7 @@ class Request:
     @property
     def sequential(self) -> bool:
         """Whether its next token cannot be sampled before the last one has been read on the host."""
-        return any(len(word) > 1 for word in self.bad_words)
+        return self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
 
     def append(self, token: int) -> None:
         """Add a sampled token."""

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from leadline.kernels.sample import NEVER, Bias, Penalties, SamplingTensors, TokenCounts
+from leadline.engine.constraint import Bits, Constraint
+from leadline.kernels.sample import NEVER, Allowed, Bias, Penalties, SamplingTensors, TokenCounts
 
 INT64 = 2**63
 GREEDY_BELOW = 1e-5  # a lower temperature cannot be told from greedy in fp32 and could round to 0
@@ -45,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None  # not together with min_tokens, ignore_eos or bad_words
 
     def __post_init__(self) -> None:
         wrong = [
@@ -87,6 +89,9 @@ class SamplingParams:
         few = isinstance(self.stop, str) or (isinstance(self.stop, list | tuple) and len(self.stop) <= MOST_STOPS)
         yield "stop", few, f"a text or a list of at most {MOST_STOPS}"
         yield "logit_bias", self.logit_bias is None or isinstance(self.logit_bias, dict), "none, or a dictionary"
+        free = self.constraint is None
+        for name in ("min_tokens", "ignore_eos", "bad_words"):
+            yield name, free or not getattr(self, name), "nothing, since a constraint says what may come next"
 
     def _list_checks(self) -> Iterator[tuple[str, Iterable[Any], Callable[[Any], bool], str]]:
         """(field, its entries, whether an entry is allowed, what is allowed); no entries where it is no list at all."""
@@ -182,6 +187,7 @@ class SamplingRow:
     position: int  # index of the token in the output
     banned: Sequence[int] = ()
     slot: int = 0  # in TokenCounts, if the request is `penalised`
+    allowed: Bits | None = None  # None: every token
 
 
 def sampling_tensors(
@@ -207,6 +213,7 @@ def sampling_tensors(
         any_truncated=any(not p.greedy and (p.top_k > 0 or p.top_p < 1) for p in params),
         penalties=_penalties(rows, counts, device),
         bias=_bias(rows, device),
+        allowed=_allowed(rows, device),
     )
 
 
@@ -219,6 +226,14 @@ def _penalties(rows: Sequence[SamplingRow], counts: TokenCounts | None, device: 
     slot = torch.tensor([row.slot for row in rows], device=device)
     none = torch.empty(0, dtype=torch.int64, device=device)
     return Penalties(counts, slot, repetition, presence, frequency, drafted_row=none, drafted_token=none)
+
+
+def _allowed(rows: Sequence[SamplingRow], device: torch.device | str) -> Allowed | None:
+    masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
+    if not masks:
+        return None
+    bits = torch.from_numpy(np.stack([mask for _, mask in masks])).to(device)
+    return Allowed(torch.tensor([i for i, _ in masks], device=device), bits)
 
 
 def _bias(rows: Sequence[SamplingRow], device: torch.device | str) -> Bias | None:

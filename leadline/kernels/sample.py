@@ -68,6 +68,17 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """Row `row[i]` int64 [M] may only become a token whose bit is set: bit `t % 32` of `bits[i, t // 32]` for token t.
+
+    `bits` [M, ceil(V / 32)] int32; at least one bit of a row is set.
+    """
+
+    row: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True)
 class SamplingTensors:
     """How to sample each of B rows. The two flags are known on the host, so that choosing a path waits for nothing."""
 
@@ -81,20 +92,23 @@ class SamplingTensors:
     any_truncated: bool  # some random row has top_k or top_p on
     penalties: Penalties | None = None
     bias: Bias | None = None
+    allowed: Allowed | None = None
 
 
 def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
     """`logits` [B, V] fp32 (not changed) -> token ids [B] int64.
 
-    Order: penalties, bias and bans, then for random rows temperature, min_p, top_k, top_p and the draw. Greedy rows
-    take the highest logit, ties by lower id. The draw is the Gumbel-max trick: argmax(scores + Gumbel noise) is
-    distributed as softmax(scores) (Gumbel 1954; Maddison et al., arXiv:1411.0030).
+    Order: penalties, bias and bans, what is allowed, then for random rows temperature, min_p, top_k, top_p and the
+    draw. Greedy rows take the highest logit, ties by lower id. The draw is the Gumbel-max trick: argmax(scores + Gumbel
+    noise) is distributed as softmax(scores) (Gumbel 1954; Maddison et al., arXiv:1411.0030).
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
     if how.penalties is not None:
         logits = penalise(logits, how.penalties)
     if how.bias is not None:
         logits = logits.index_put((how.bias.row, how.bias.token), how.bias.value, accumulate=True)
+    if how.allowed is not None:
+        logits = constrain(logits, how.allowed)
     best = logits.argmax(-1)
     if not how.any_random:
         return best
@@ -122,6 +136,13 @@ def penalise(logits: Tensor, how: Penalties) -> Tensor:
     repetition = how.repetition[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - count * how.frequency[:, None] - (count > 0) * how.presence[:, None]
+
+
+def constrain(logits: Tensor, how: Allowed) -> Tensor:
+    """`logits` [B, V] fp32 -> [B, V], -inf for the tokens that are not allowed."""
+    token = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (how.bits[:, token // 32] >> (token % 32)) & 1
+    return logits.index_copy(0, how.row, logits[how.row].masked_fill(allowed == 0, NEVER))
 
 
 def cutoff(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,0 +1,212 @@
+"""What a server answers to what it must refuse: OpenAI's error object, the right status, every culprit, no harm."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from servers import Live, ScriptedEngine, live_server, served_model, serving
+
+from leadline.engine.async_engine import EngineStopped
+from leadline.engine.scheduler import QueueFull
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server(max_context=1024) as server:
+        yield server
+
+
+def post(live: Live, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    """(status, error object) of a request that must fail; `body` is JSON, or a text to send as it is."""
+    content = body if isinstance(body, str | bytes) else json.dumps(body)
+    response = live.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code >= 400, response.text
+    told = json.loads(response.content.decode(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert set(told) == {"type", "error"} and set(told["error"]) == {"message", "type", "param", "code"}
+    return response.status_code, told["error"]
+
+
+def works(live: Live) -> None:
+    answer = live.openai.completions.create(model="tiny", prompt="Once", max_tokens=2)
+    assert answer.usage is not None and answer.usage.completion_tokens == 2
+
+
+COMPLETIONS: list[tuple[Any, int, str]] = [
+    ("{broken", 400, "not valid JSON"),
+    ("[]", 400, "the body"),
+    ("", 400, "the body"),
+    ({}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [[]]}, 400, "empty"),
+    ({"prompt": [[0, 5], []]}, 400, "empty"),
+    ({"prompt": ["a", 3]}, 400, "prompt"),
+    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, r"[-1]"),
+    ({"prompt": [3071, 3072, 99999]}, 400, r"[3072, 99999]"),
+    ({"prompt": [2**70]}, 400, "token ids"),
+    ({"prompt": "\ud800"}, 400, "UTF-8"),
+    ({"prompt": "a " * 3000}, 400, "the context is 1024"),
+    ({"prompt": "a", "max_tokens": 1024}, 400, "1026 together; the context is 1024"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0"),
+    ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens is -1"),
+    ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens"),
+    ('{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
+    ('{"prompt": "a", "temperature": Infinity}', 400, "temperature is inf"),
+    ({"prompt": "a", "temperature": -0.1, "top_p": 1.1, "min_p": 2, "n": 0}, 400, "min_p is 2"),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "a", "top_k": -2}, 400, "top_k is -2"),
+    ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty is 3"),
+    ({"prompt": "a", "n": 1000}, 400, "n is 1000"),
+    ({"prompt": "a", "seed": 2**70}, 400, "seed is"),
+    ({"prompt": "a", "logit_bias": {"3072": 5}}, 400, "logit_bias contains 3072"),
+    ({"prompt": "a", "logit_bias": {"x": 5, "y": 5}}, 400, "'x', 'y'"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs is 21"),
+    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop is"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "best_of": 3}, 400, "best_of is 3"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5'"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), COMPLETIONS, ids=[str(body)[:40] for body, _, _ in COMPLETIONS])
+def test_a_bad_completion_is_refused_and_the_next_one_runs(live: Live, body: Any, status: int, words: str) -> None:
+    got, error = post(live, "/v1/completions", body)
+    assert got == status
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    works(live)
+
+
+BAD_CHATS: list[tuple[dict[str, Any], int, str]] = [
+    ({"messages": None}, 400, "messages"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "oracle", "content": "x"}]}, 400, "oracle"),
+    ({"messages": ["hi"]}, 400, "messages"),
+    ({"model": "gpt-5"}, 404, "gpt-5"),
+    ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "logprobs is 21"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens is 4"),
+    ({"reasoning_effort": "banana"}, 400, "banana"),
+    ({"thinking": {"type": "sometimes"}, "chat_template_kwargs": {"thinking": "x"}}, 400, "chat_template_kwargs.th"),
+    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, 400, "contradicts itself"),
+    ({"reasoning_effort": "none", "thinking": True}, 400, "contradicts itself"),
+    ({"tools": [{"type": "function"}]}, 400, "function"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "banana"}}}]}, 400, "banana"),
+    ({"tool_choice": "required"}, 400, "no tools"),
+    ({"tools": [TOOL], "tool_choice": "banana"}, 400, "required"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}}, 400, "'b'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, 400, "no name"),
+    ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
+    ({"response_format": {"type": "banana"}}, 400, "banana"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}}, 400, ""),
+    ({"response_format": {"type": "regex", "regex": "(["}}, 400, "Unclosed"),
+    ({"response_format": {"type": "json_object"}}, 400, "json"),
+    ({"messages": [{"role": "user", "content": "x " * 3000}]}, 400, "the context is 1024"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "words"), BAD_CHATS, ids=[str(body)[:50] for body, _, _ in BAD_CHATS])
+def test_a_bad_chat_is_refused(live: Live, changes: dict[str, Any], status: int, words: str) -> None:
+    got, error = post(live, "/v1/chat/completions", CHAT | changes)
+    assert got == status
+    assert words in error["message"]
+
+
+def test_every_culprit_is_named(live: Live) -> None:
+    _, error = post(live, "/v1/completions", {"prompt": "a", "temperature": 7, "top_p": 0, "n": 0})
+    assert all(f"{name} is" in error["message"] for name in ("temperature", "top_p", "n"))
+    _, error = post(live, "/v1/completions", {"prompt": "a", "temperature": "7", "n": "1", "stop": 5})
+    assert all(f"{name}:" in error["message"] for name in ("temperature", "n", "stop"))
+
+
+def test_routes_and_methods(live: Live) -> None:
+    for method, path, status, code in (
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/frobnicate", 404, "not_found"),
+        ("GET", "/v1/models/gpt-5", 404, "model_not_found"),
+    ):
+        response = live.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_the_official_client_raises_its_own_exceptions(live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature is 9"):
+        live.openai.completions.create(model="tiny", prompt="a", temperature=9)
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        live.openai.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="together; the context is 1024"):
+        live.openai.completions.create(model="tiny", prompt="a", max_tokens=2000, stream=True)
+
+
+def test_a_body_beyond_the_limit_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leadline.server.app.MOST_BODY_BYTES", 1000)
+    status, error = post(live, "/v1/completions", {"prompt": "a" * 1000})
+    assert (status, error["code"]) == (413, "body_too_long")
+    works(live)
+
+
+def test_unknown_fields_and_nulls_are_ignored(live: Live) -> None:
+    body = {"prompt": "a", "frob": [1], "n": None, "stop": None, "max_tokens": None, "stream": None, "user": "me"}
+    response = live.http.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] <= 16
+
+
+def test_keys() -> None:
+    with serving(ScriptedEngine([[300, 1]]), served_model(), keys=["one", "two"]) as live:
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer three"}, 401),
+            ({"authorization": "one"}, 401),
+            ({"authorization": "Bearer two"}, 200),
+            ({"x-api-key": "one"}, 200),
+        ):
+            response = live.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert response.status_code == status
+            if status == 401:
+                assert response.json()["error"]["type"] == "authentication_error"
+        assert [live.http.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
+        assert live.http.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (QueueFull("4096 requests wait"), 429, "rate_limit_error"),
+        (EngineStopped("the engine was killed"), 503, "server_error"),
+        (ArithmeticError("a secret"), 500, "server_error"),
+    ],
+    ids=["queue full", "engine down", "bug"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_load_and_failure_have_their_status_when_nothing_was_sent(
+    error: Exception, status: int, kind: str, stream: bool
+) -> None:
+    engine = ScriptedEngine([[300, 1]])
+    with serving(engine, served_model()) as live:
+        engine.script, engine.error = [], error
+        response = live.http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert ("retry-after" in response.headers) == (status != 500)
+        assert "secret" not in response.text
+        assert live.http.get("/ready").status_code == (503 if status == 503 else 200)
+        assert live.http.get("/health").status_code == 200
+
+
+def test_an_error_after_the_first_event_is_an_event() -> None:
+    engine = ScriptedEngine([[300]])
+    with serving(engine, served_model()) as live:
+        engine.error = EngineStopped("the engine was killed")
+        response = live.http.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.status_code == 200
+        events = response.text.strip().split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "the engine was killed"
+        with pytest.raises(openai.APIError, match="the engine was killed"):
+            list(live.openai.completions.create(model="tiny", prompt="a", stream=True))
