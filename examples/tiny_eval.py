@@ -19,7 +19,7 @@ BATCH = 32
 
 
 class Data:
-    """`data.npz` as written by `tiny_data.py`, with the training part on `device`."""
+    """`data.npz` as written by `tiny_data.py`, with the training parts on `device`."""
 
     def __init__(self, path: Path, device: str) -> None:
         arrays = np.load(path)
@@ -29,16 +29,35 @@ class Data:
             for part in arrays.files
             if part.startswith("held_out_") and not part.endswith("_starts")
         }
-        self.train = torch.from_numpy(arrays["train"].astype(np.int16)).to(device)
-        starts = arrays["train_starts"]
-        self.starts = torch.from_numpy(starts[starts < len(self.train) - 4096]).to(device)
+        names = [name for name in arrays.files if name.startswith("train_") and not name.endswith("_starts")]
+        self.train = {
+            int(name.removeprefix("train_")): (
+                torch.from_numpy(arrays[name].astype(np.int16)).to(device),
+                torch.from_numpy(arrays[f"{name}_starts"]).to(device),
+            )
+            for name in names
+            if len(arrays[name])
+        }
+        """The longest document of a part in tokens -> its tokens and where a row may begin."""
 
     def rows(self, count: int, length: int) -> Tensor:
-        """`count` training rows [count, length], each BOS (id 0) and what follows a start drawn at random."""
-        first = self.starts[torch.randint(len(self.starts), (count,), device=self.device)]
-        rows = self.train[first[:, None] + torch.arange(length, device=self.device)].long()
+        """`count` training rows [count, length], each BOS (id 0) and what follows a start drawn at random.
+
+        They are shared out evenly among the parts whose documents fit into a row: a long row is as often one long
+        document as several short ones. Where none fit, all are of the shortest documents. The device is not waited
+        for.
+        """
+        fitting = sorted(size for size in self.train if size <= length) or [min(self.train)]
+        counts = [(count + i) // len(fitting) for i in range(len(fitting))]
+        shares = zip(fitting, counts, strict=True)
+        rows = torch.cat([self._rows(*self.train[size], share, length) for size, share in shares])
         rows[:, 0] = 0
         return rows
+
+    def _rows(self, tokens: Tensor, starts: Tensor, count: int, length: int) -> Tensor:
+        """Rows of one part; what follows its last token is its first."""
+        first = starts[torch.randint(len(starts), (count,), device=self.device)]
+        return tokens[(first[:, None] + torch.arange(length, device=self.device)) % len(tokens)].long()
 
     def held_out_rows(self, kind: str, length: int, most: int) -> list[Tensor]:
         """Up to `most` held-out rows of at most `length` tokens: one a document, or one a stretch of a book."""
@@ -86,14 +105,14 @@ def _evaluate_rows(model: Reference, rows: list[Tensor], device: str, window_onl
             agreed += (drafted[i, : end - 1] == choices[i, 1:end]).sum().item()
             drafts += end - 1
             correct = (choices[i, :end] == row[1:]).tolist()
-            for span in _answers(row.tolist()):
+            for span in answer_spans(row.tolist()):
                 answers += 1
                 right += all(correct[span])
     figures = {"loss": loss / tokens, "draft": agreed / drafts}
     return figures | ({"answers": right / answers} if answers else {})
 
 
-def _answers(row: list[int]) -> list[slice]:
+def answer_spans(row: list[int]) -> list[slice]:
     """Positions that predict the tokens of each short answer, its EOS included."""
     spans = []
     for start in (i for i, token in enumerate(row) if token == ANSWER):

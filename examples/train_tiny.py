@@ -4,10 +4,11 @@
     python examples/train_tiny.py --data build/tiny-data --out build/tiny --minutes 9
     python examples/export_tiny.py --weights build/tiny --data build/tiny-data --out leadline/tiny
 
-Two stages share one set of parameters. The first learns in bf16, with every entry visible. The second doubles the
+Three stages share one set of parameters. The first learns in bf16, with every entry visible. The second doubles the
 length, rounds activations, window rows, entries and index keys as official inference does (`native`), lets CSA
 layers read only the best `index_topk` entries, and computes with weights rounded to their storage format, while the
-optimizer keeps the unrounded ones: the straight-through estimator. So the shipped files behave as trained.
+optimizer keeps the unrounded ones: the straight-through estimator. So the shipped files behave as trained. The
+third goes on with rows of eight times the first's length, as often one long document as short ones (`Data.rows`).
 
 The training time, not a number of steps, sets the schedule. A run that was stopped goes on from `--out`.
 """
@@ -103,6 +104,8 @@ BALANCE_RATE = 1e-3
 """Change of an expert's bias per step, up when it got less than its share of tokens, else down (DeepSeek-V3)."""
 PARTS = ("hyper_mix", "collapse", "expand", "rms_norm", "rotate", "clamped_swiglu", "fp8_round_trip")
 """Functions of the reference that gain most from `torch.compile`."""
+LONG_ROWS = 2
+"""By how much a step of the longest rows has fewer tokens: attention over whole rows needs memory as their square."""
 EXPORT_BYTES = 15 * 2**20
 """Largest file of fp32 weights that is written."""
 
@@ -127,8 +130,9 @@ def main() -> None:
     if arguments.compile:
         compile_parts()
     stages = (
-        Stage(0.6, arguments.length, arguments.tokens, native=False),
-        Stage(1.0, 2 * arguments.length, arguments.tokens, native=True),
+        Stage(0.5, arguments.length, arguments.tokens, native=False),
+        Stage(0.8, 2 * arguments.length, arguments.tokens, native=True),
+        Stage(1.0, 8 * arguments.length, arguments.tokens // LONG_ROWS, native=True),
     )
     data = Data(arguments.data / "data.npz", arguments.device)
     run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.device, arguments.learning_rate)
@@ -156,7 +160,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=200, help="documents of each kind to measure")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a step")
     parser.add_argument(
-        "--length", type=int, default=512, help="tokens a row in the first stage; the second doubles it"
+        "--length",
+        type=int,
+        default=512,
+        help="tokens a row in the first stage; twice that in the second, eight times in the third",
     )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +250,8 @@ class Run:
     """Everything that changes while training: parameters, optimizer, clock, curve.
 
     `weights` are the unrounded fp32 values that the optimizer moves; the models' parameters are what the forward
-    pass computes with, either the same values or their rounding. Both stages' models share their parameters.
+    pass computes with, either the same values or their rounding. All stages' models share their parameters, and
+    native stages are one model.
     """
 
     def __init__(self, config: ModelConfig, stages: tuple[Stage, ...], device: str, learning_rate: float) -> None:
@@ -255,9 +263,9 @@ class Run:
         first.to(device)
         second = Reference(config, native=True, dtype=dtype).to(device)
         second.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-        self.models = (first, second)
-        for model in self.models:
+        for model in (first, second):
             prepare(model, device)
+        self.models = [second if plan.native else first for plan in stages]
         self.parameters = dict(first.named_parameters())
         self.weights = {name: value.detach().clone().requires_grad_() for name, value in self.parameters.items()}
         self.rounding = rounding_functions(config, self.weights)
@@ -382,7 +390,7 @@ class Run:
 
     def report(self, data: Data, most: int) -> dict[str, dict[str, dict[str, float]]]:
         """Held-out figures as trained, as shipped (rounded), and as shipped with nothing but the window to read."""
-        first, second = self.models
+        first, second = self.models[0], self.models[-1]
         with torch.compiler.set_stance("force_eager"):  # rows of many lengths are not worth compiling for
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))

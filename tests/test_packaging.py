@@ -39,6 +39,8 @@ OPTIONS = {
     "--numerics --port --restart --state-memory",
     "bench": ENGINE_OPTIONS + "--chunk-tokens --concurrency --dataset --help --input-len --json --max-running "
     "--output-len --plot --prefix-cache --prefix-len --random-range --rate --requests --seed --step-tokens",
+    "eval": ENGINE_OPTIONS + "--at-least --chunk-tokens --count --help --json --lengths --max-running --max-tokens "
+    "--prefix-cache --seed --tasks",
     "convert": "--help --layout --weights",
     "inspect": "--context --gpus --help --json",
 }

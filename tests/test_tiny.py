@@ -113,11 +113,12 @@ def test_any_schedule_gives_what_each_request_gives_alone(kind: str) -> None:
         random_case(kind, seed)
 
 
-def test_packed_weights_give_the_tokens_of_expanded_ones(llm: LLM) -> None:
-    """fp8 and fp4 kept as stored and expanded at each use, against expanded once at load."""
-    packed = LLM(dtype="checkpoint")
+@pytest.mark.parametrize("dtype", ["checkpoint", "float64"])
+def test_other_dtypes_give_the_same_tokens(dtype: str, llm: LLM) -> None:
+    """fp8 and fp4 kept as stored and expanded at each use, or expanded once into fp64, against once into fp32."""
+    other = LLM(dtype=dtype)
     prompt = "<｜User｜>Tell me a story about a fox named Nora.<｜Assistant｜></think>"
-    assert packed.generate(prompt, GREEDY)[0].token_ids == llm.generate(prompt, GREEDY)[0].token_ids
+    assert other.generate(prompt, GREEDY)[0].token_ids == llm.generate(prompt, GREEDY)[0].token_ids
 
 
 def test_a_long_list_of_prompts_comes_back_in_order(llm: LLM) -> None:

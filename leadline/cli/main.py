@@ -14,6 +14,7 @@ COMMANDS = {
     "chat": "Talk with a model.",
     "serve": "Serve a model to clients of the OpenAI API.",
     "bench": "Measure throughput and latency.",
+    "eval": "Mark a model's answers to tasks with known answers.",
     "convert": "Rewrite a checkpoint in another layout or weight format.",
     "inspect": "Show what a model is made of, its bytes, and which GPUs hold it.",
 }

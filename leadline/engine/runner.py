@@ -96,7 +96,7 @@ class Runner:
         unread = self.last_tokens[batch.slots[batch.chunks]]
         batch.ids = torch.where(batch.ids < 0, unread, batch.ids)
         self.state.begin(batch)
-        logits = self.forward(batch, self.state)
+        logits = self.forward(batch, self.state).float()
         self.state.commit(batch)
         count = len(sampling.rows)
         tokens, sampled = self._sample(logits[:count], sampling)
