@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from leadline.engine.constraint import Constraint
 from leadline.engine.sampling import (
     SamplingParams,
     SamplingRow,
@@ -38,6 +39,7 @@ REFUSED: dict[str, list[Any]] = {
     "prompt_logprobs": [-1, 21, "3"],
     "include_stop_str_in_output": [0, None],
     "skip_special_tokens": [1, "no"],
+    "constraint": ["json", {}, True],
 }
 ACCEPTED: dict[str, list[Any]] = {
     "temperature": [0, 0.0, 1e-9, 2, 2.0],
@@ -60,6 +62,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "prompt_logprobs": [None, 0, 20],
     "include_stop_str_in_output": [True],
     "skip_special_tokens": [False],
+    "constraint": [None, Constraint("{}")],
 }
 
 

@@ -89,6 +89,8 @@ class SamplingParams:
         few = isinstance(self.stop, str) or (isinstance(self.stop, list | tuple) and len(self.stop) <= MOST_STOPS)
         yield "stop", few, f"a text or a list of at most {MOST_STOPS}"
         yield "logit_bias", self.logit_bias is None or isinstance(self.logit_bias, dict), "none, or a dictionary"
+        known = self.constraint is None or isinstance(self.constraint, Constraint)
+        yield "constraint", known, "none, or a Constraint"
         free = self.constraint is None
         for name in ("min_tokens", "ignore_eos", "bad_words"):
             yield name, free or not getattr(self, name), "nothing, since a constraint says what may come next"
