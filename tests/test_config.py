@@ -89,6 +89,14 @@ def test_dspark_is_told_from_mtp_by_its_keys_and_counted_by_its_layers() -> None
             r"compress_ratios holds \[2\]; allowed are 0, 4",
         ),
         (changed(compress_ratios=[0, 0, 4]), r"compress_ratios has 3 values for num_hidden_layers = 43"),
+        (
+            changed(compress_ratios=[*FLASH["compress_ratios"][:43], 4]),
+            r"compress_ratios of the draft blocks must be 0",
+        ),
+        (
+            {**without("num_hash_layers"), "mlp_layer_types": ["moe", "hash_moe"] + ["moe"] * 41},
+            r"the hash_moe layers must come first",
+        ),
         (without("compress_ratios"), r"compress_ratios \(or layer_types\) is missing"),
         (changed(hidden_act="gelu"), r"hidden_act is 'gelu', only 'silu' is supported"),
         (changed(tie_word_embeddings=True), r"tie_word_embeddings is True, only False is supported"),
