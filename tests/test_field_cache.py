@@ -5,7 +5,9 @@ import pytest
 import torch
 from schedules import Job, check, engine, model, play
 from test_schedules import GREEDY, prompt
+from typer.testing import CliRunner
 
+from leadline.cli.main import app
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.memory import plan_memory
 from leadline.engine.sampling import SamplingParams
@@ -66,6 +68,16 @@ def test_v30_a_budget_that_cannot_hold_a_request_is_refused_with_what_would() ->
     flash: ModelConfig = preset("flash")
     with pytest.raises(ValueError, match=r"state_bytes is 1,000,000: scratch .* at least [\d,]+ are needed"):
         plan_memory(flash, EngineConfig(state_bytes=1_000_000), torch.bfloat16)
+
+
+def test_bench_prints_the_plan_in_a_table_that_adds_up() -> None:
+    words = ["bench", "--requests", "2", "--input-len", "8", "--output-len", "2", "--state-memory", "64M"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if line.endswith(" B")]
+    sizes = {line.split("  ")[0]: int(line.split()[-2].replace(",", "")) for line in lines}
+    parts = ("history pages", "frontier slots", "step scratch")
+    assert sizes["together"] == sum(sizes[part] for part in parts) <= 64 << 20
 
 
 def test_the_plan_stays_within_its_budget_and_its_pools_are_as_large_as_it_says() -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from leadline.cli import options
 from leadline.engine.engine import Engine, Stats
 from leadline.engine.llm import LLM
+from leadline.engine.memory import memory_table
 from leadline.engine.request import Request
 from leadline.engine.sampling import SamplingParams
 
@@ -153,6 +154,7 @@ def bench(
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,
     )
+    Console(stderr=True, soft_wrap=True).print(memory_table(llm.engine.memory))
     rng = np.random.default_rng(seed)
     if dataset is not None:
         jobs = read_jobs(dataset, llm, output_len, seed)

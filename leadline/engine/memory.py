@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
 
 from leadline.config import CSA_RATIO, PAGE_TOKENS, EngineConfig, ModelConfig
 from leadline.kernels.select import TOKENS_PER_TILE
@@ -39,6 +40,14 @@ class MemoryPlan:
             ("together", f"{size.pages * PAGE_TOKENS:,} tokens of history", f"{self.total_bytes:,}"),
             ("beside them, a step", f"up to {self.max_context:,} tokens of context", f"{self.step_bytes:,}"),
         ]
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """The plan as a table for the terminal; bytes in the last column."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for what, count, size in plan.rows():
+        table.add_row(what, count, f"{size} B")
+    return table
 
 
 def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
