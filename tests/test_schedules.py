@@ -15,24 +15,21 @@ from schedules import MODELS, Job, absorb, check, engine, model, play, random_ca
 from leadline.engine.sampling import SamplingParams
 from leadline.engine.scheduler import QueueFull
 
-GROUPS, CASES = 20, 25
+GROUPS, CASES = 27, 15
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("kind", MODELS)
 def test_any_schedule_gives_what_each_request_gives_alone(kind: str, group: int) -> None:
-    preemptions = reused = 0
     for seed in range(group * CASES, (group + 1) * CASES):
-        stats = random_case(kind, seed).stats()
-        preemptions += stats.preemptions
-        reused += stats.tokens_reused
-    assert reused > 0, "no schedule reused a prefix: the test proves nothing about reuse"
+        random_case(kind, seed)
 
 
-def test_schedules_preempt() -> None:
-    """The random schedules above do reach preemption, with and without what was saved being found again."""
-    total = sum(random_case("csa", seed).stats().preemptions for seed in range(16))
-    assert total > 0
+def test_schedules_reuse_and_preempt() -> None:
+    """The random schedules above do reach prefix reuse and preemption, else they would prove nothing about them."""
+    stats = [random_case("csa", seed).stats() for seed in range(16)]
+    assert sum(entry.tokens_reused > 0 for entry in stats) > 2
+    assert sum(entry.preemptions for entry in stats) > 0
 
 
 @pytest.mark.parametrize(
