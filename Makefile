@@ -6,13 +6,14 @@ BIN := .venv/bin
 .PHONY: help demo test lint clean
 
 help:
-	@echo "make demo    install Leadline into .venv and generate text from the built-in model"
+	@echo "make demo    install Leadline into .venv, then a story, a chat, a recall and a tool call"
 	@echo "make test    lint, check types and run the tests"
 	@echo "make lint    lint and check types only"
 	@echo "make clean   remove .venv and all caches"
 
 demo: .venv/installed
 	$(BIN)/leadline generate "Once upon a time" --max-tokens 80
+	$(BIN)/python examples/demo.py
 
 test: lint
 	$(BIN)/pytest -q -n auto --maxprocesses 8

@@ -24,7 +24,7 @@ import numpy as np
 from deepseek_recipe import AssistantMessage, Conversation, DeepseekV4Encoding, SystemMessage, UserMessage
 from rich.progress import track
 from tiny_stories import ASKS, Story, expand, write_register, write_story, write_sums
-from tiny_tasks import rough_measure, token_measure, write_tasks
+from tiny_tasks import SHARES, rough_measure, token_measure, write_tasks
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -32,10 +32,12 @@ SPECIAL = (BOS, EOS, "<｜▁pad▁｜>")
 """Ids 0, 1, 2, as in the official tokenizer."""
 MARKS = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>")
 """Tokens that a prompt is built from; official ones too, with the official spelling. Shown when decoded."""
+EOS_ID, THINK, THINK_END = 1, 5, 6
+LONGEST_ANSWER = 24
 RESERVED = tuple(f"<｜place▁holder▁no▁{i}｜>" for i in range(7))
 VOCAB_SIZE = 3072
 
-PARTS = (512, 1024, 4096)
+PARTS = (256, 512, 1024, 4096)
 """Training documents are kept apart by length: each part holds those of at most so many tokens that the part before
 does not. So a row can begin with a document that fits it, and long ones are learned whole, questions and all."""
 TOKENIZER_STORIES, TOKENIZER_TASKS = 10_000, 6_000
@@ -69,8 +71,8 @@ SMALL_TALK = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--documents", type=int, default=60_000, help="stories and conversations to write")
-    parser.add_argument("--tasks", type=int, default=60_000, help="documents of tasks to write")
+    parser.add_argument("--documents", type=int, default=30_000, help="stories and conversations to write")
+    parser.add_argument("--tasks", type=int, default=75_000, help="documents of tasks to write")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -235,32 +237,59 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def save_tokens(
     tokenizer: Tokenizer, chapters: list[str], written: list[tuple[str, str]], folder: Path, seed: int
 ) -> None:
-    """Write `data.npz`: per part, `<part>` (uint16 tokens) and `<part>_starts` (where a training row may begin).
+    """Write `data.npz`: per part, `<part>` (uint16 tokens), `<part>_starts` (where a training row may begin) and
+    `<part>_answers` (whether each token belongs to an answer that can be right or wrong).
 
     The parts are one "train_<tokens>" for each of PARTS and one "held_out_<kind>" for each kind of document. A row's
     first token counts as BOS: a start is a document's BOS, or in a chapter the token before a paragraph.
     """
     documents = [("book", BOS + chapter + EOS) for chapter in chapters] + written
     Random(seed).shuffle(documents)
-    parts: dict[str, tuple[array[int], list[int]]] = {f"train_{size}": (array("H"), []) for size in PARTS}
+    parts: dict[str, tuple[array[int], list[int], bytearray]] = {}
     held_out: dict[str, list[str]] = {}
     seen: dict[str, int] = {}
-    for kind, text in track(documents, description="tokenising"):
+    for kind, text, ids in track(tokenised(tokenizer, documents), description="tokenising", total=len(documents)):
         seen[kind] = seen.get(kind, 0) + 1
         aside = seen[kind] % 50 == 1 if kind == "book" else seen[kind] <= 200
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
         size = PARTS[0] if kind == "book" else next((size for size in PARTS if len(ids) <= size), PARTS[-1])
-        tokens, starts = parts.setdefault(f"held_out_{kind}" if aside else f"train_{size}", (array("H"), []))
+        part = f"held_out_{kind}" if aside else f"train_{size}"
+        tokens, starts, answers = parts.setdefault(part, (array("H"), [], bytearray()))
         if aside:
             held_out.setdefault(kind, []).append(text)
         starts += [len(tokens) + start for start in (paragraph_starts(tokenizer, ids) if kind == "book" else [0])]
         tokens.extend(ids)
-    arrays = {part: np.array(tokens, np.uint16) for part, (tokens, _) in parts.items()}
-    arrays |= {f"{part}_starts": np.array(starts, np.int64) for part, (_, starts) in parts.items()}
+        answers.extend(answer_marks(ids, whole=kind in SHARES))
+    arrays = {part: np.array(tokens, np.uint16) for part, (tokens, _, _) in parts.items()}
+    arrays |= {f"{part}_starts": np.array(starts, np.int64) for part, (_, starts, _) in parts.items()}
+    arrays |= {f"{part}_answers": np.frombuffer(answers, np.uint8) for part, (_, _, answers) in parts.items()}
     np.savez_compressed(folder / "data.npz", **arrays)
     (folder / "held_out.json").write_text(json.dumps(held_out, indent=1, ensure_ascii=False))
-    for part, (tokens, starts) in parts.items():
-        print(f"{part:20} {len(tokens):>12,} tokens {len(starts):>8,} starts")
+    for part, (tokens, starts, answers) in parts.items():
+        print(f"{part:20} {len(tokens):>12,} tokens {len(starts):>8,} starts {sum(answers):>11,} in answers")
+
+
+def tokenised(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> Iterator[tuple[str, str, list[int]]]:
+    """(kind, text, token ids) of documents (kind, text), on all cores."""
+    for start in range(0, len(documents), 1000):
+        batch = documents[start : start + 1000]
+        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        yield from ((kind, text, encoding.ids) for (kind, text), encoding in zip(batch, encodings, strict=True))
+
+
+def answer_marks(ids: list[int], whole: bool) -> bytes:
+    """1 for each token of an answer, its EOS included, else 0. An answer begins after `<think>` or `</think>`.
+
+    Where not `whole`, one of more than LONGEST_ANSWER tokens counts as text: a story has no one right wording.
+    """
+    marks, start = bytearray(len(ids)), None
+    for position, token in enumerate(ids):
+        if token in (THINK, THINK_END) and (start is None or not whole):
+            start = position + 1
+        elif token == EOS_ID and start is not None:
+            if whole or position - start < LONGEST_ANSWER:
+                marks[start : position + 1] = bytes([1]) * (position + 1 - start)
+            start = None
+    return bytes(marks)
 
 
 def paragraph_starts(tokenizer: Tokenizer, ids: list[int], stride: int = 40) -> list[int]:

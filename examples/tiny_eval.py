@@ -14,6 +14,9 @@ EOS, ANSWER = 1, 6
 LONGEST_ANSWER = 24
 """Longer answers are stories, of which no single text is right."""
 
+ALONE_FROM = 2048
+"""Long documents are lists, and two lists in a row may give one key two values."""
+
 BATCH = 32
 """Rows measured at once."""
 
@@ -27,37 +30,37 @@ class Data:
         self.held_out = {
             part.removeprefix("held_out_"): (arrays[part].astype(np.int64), arrays[f"{part}_starts"])
             for part in arrays.files
-            if part.startswith("held_out_") and not part.endswith("_starts")
+            if part.startswith("held_out_") and not part.endswith(("_starts", "_answers"))
         }
-        names = [name for name in arrays.files if name.startswith("train_") and not name.endswith("_starts")]
+        names = [n for n in arrays.files if n.startswith("train_") and not n.endswith(("_starts", "_answers"))]
         self.train = {
             int(name.removeprefix("train_")): (
                 torch.from_numpy(arrays[name].astype(np.int16)).to(device),
                 torch.from_numpy(arrays[f"{name}_starts"]).to(device),
+                torch.from_numpy(np.append(arrays[f"{name}_starts"][1:], len(arrays[name]))).to(device),
+                torch.from_numpy(arrays[f"{name}_answers"]).to(device),
             )
             for name in names
             if len(arrays[name])
         }
-        """The longest document of a part in tokens -> its tokens and where a row may begin."""
+        """The longest document of a part in tokens -> its tokens, where rows may begin and documents end, and what is
+        answer."""
 
-    def rows(self, count: int, length: int) -> Tensor:
+    def rows(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """`count` training rows [count, length], each BOS (id 0) and what follows a start drawn at random.
 
-        They are shared out evenly among the parts whose documents fit into a row: a long row is as often one long
-        document as several short ones. Where none fit, all are of the shortest documents. The device is not waited
-        for.
+        They come from the part with the longest documents that fit into a row. Returns the token ids, which of them
+        belong to answers, and which count at all: of rows of `ALONE_FROM` tokens or more the first document alone.
+        The device is not waited for.
         """
-        fitting = sorted(size for size in self.train if size <= length) or [min(self.train)]
-        counts = [(count + i) // len(fitting) for i in range(len(fitting))]
-        shares = zip(fitting, counts, strict=True)
-        rows = torch.cat([self._rows(*self.train[size], share, length) for size, share in shares])
+        tokens, starts, ends, answers = self.train[max((s for s in self.train if s <= length), default=min(self.train))]
+        drawn = torch.randint(len(starts), (count, 1), device=self.device)
+        places = starts[drawn] + torch.arange(length, device=self.device)
+        counted = places < ends[drawn] if length >= ALONE_FROM else torch.ones_like(places, dtype=torch.bool)
+        places = places % len(tokens)  # what follows the last token is the first
+        rows = tokens[places].long()
         rows[:, 0] = 0
-        return rows
-
-    def _rows(self, tokens: Tensor, starts: Tensor, count: int, length: int) -> Tensor:
-        """Rows of one part; what follows its last token is its first."""
-        first = starts[torch.randint(len(starts), (count,), device=self.device)]
-        return tokens[(first[:, None] + torch.arange(length, device=self.device)) % len(tokens)].long()
+        return rows, answers[places].bool(), counted
 
     def held_out_rows(self, kind: str, length: int, most: int) -> list[Tensor]:
         """Up to `most` held-out rows of at most `length` tokens: one a document, or one a stretch of a book."""

@@ -4,11 +4,14 @@
     python examples/train_tiny.py --data build/tiny-data --out build/tiny --minutes 9
     python examples/export_tiny.py --weights build/tiny --data build/tiny-data --out leadline/tiny
 
-Three stages share one set of parameters. The first learns in bf16, with every entry visible. The second doubles the
-length, rounds activations, window rows, entries and index keys as official inference does (`native`), lets CSA
-layers read only the best `index_topk` entries, and computes with weights rounded to their storage format, while the
-optimizer keeps the unrounded ones: the straight-through estimator. So the shipped files behave as trained. The
-third goes on with rows of eight times the first's length, as often one long document as short ones (`Data.rows`).
+Two stages share one set of parameters. The first learns in bf16, with every entry visible. The second rounds
+activations, window rows, entries and index keys as official inference does (`native`), lets CSA layers read only the
+best `index_topk` entries, and computes with weights rounded to their storage format, while the optimizer keeps the
+unrounded ones: the straight-through estimator. So the shipped files behave as trained. Steps of short and long rows
+take turns, each of documents that just fit into a row.
+
+What an answer is made of counts more than other text (`ANSWER_WEIGHT`): it is a small share of all tokens, and most
+others, such as a list's facts, cannot be foretold.
 
 The training time, not a number of steps, sets the schedule. A run that was stopped goes on from `--out`.
 """
@@ -25,8 +28,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from banded import use_banded_attention
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_eval import Data, evaluate
 from torch import Tensor, nn
 
@@ -44,12 +48,12 @@ CONFIG = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
-    "head_dim": 64,
-    "qk_rope_head_dim": 16,
+    "head_dim": 128,
+    "qk_rope_head_dim": 32,
     "q_lora_rank": 128,
     "o_groups": 2,
-    "o_lora_rank": 64,
-    "sliding_window": 32,
+    "o_lora_rank": 128,
+    "sliding_window": 16,
     "compress_ratios": [0, 4, 128, 4, 128, 4, 0],
     "num_hash_layers": 2,
     "n_routed_experts": 8,
@@ -63,7 +67,7 @@ CONFIG = {
     "swiglu_limit": 10.0,
     "hidden_act": "silu",
     "index_n_heads": 16,
-    "index_head_dim": 32,
+    "index_head_dim": 64,
     "index_topk": 32,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
@@ -98,25 +102,24 @@ CONFIG = {
     "use_cache": True,
 }
 
+ANSWER_WEIGHT = 8.0
+"""What a token of an answer counts in the loss; others count 1."""
 DRAFT_WEIGHT = 0.2
 """Share of the MTP block's loss: it also trains the main model to look one token further."""
 BALANCE_RATE = 1e-3
 """Change of an expert's bias per step, up when it got less than its share of tokens, else down (DeepSeek-V3)."""
 PARTS = ("hyper_mix", "collapse", "expand", "rms_norm", "rotate", "clamped_swiglu", "fp8_round_trip")
 """Functions of the reference that gain most from `torch.compile`."""
-LONG_ROWS = 2
-"""By how much a step of the longest rows has fewer tokens: attention over whole rows needs memory as their square."""
 EXPORT_BYTES = 15 * 2**20
 """Largest file of fp32 weights that is written."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: until `until` of the training time, rows of `length` tokens, `tokens` of them a step."""
+    """A part of the run: until `until` of the training time, steps with rows of each of `lengths` tokens in turn."""
 
     until: float
-    length: int
-    tokens: int
+    lengths: tuple[int, ...]
     native: bool
 
 
@@ -129,16 +132,24 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # one graph per shape
     if arguments.compile:
         compile_parts()
-    stages = (
-        Stage(0.5, arguments.length, arguments.tokens, native=False),
-        Stage(0.8, 2 * arguments.length, arguments.tokens, native=True),
-        Stage(1.0, 8 * arguments.length, arguments.tokens // LONG_ROWS, native=True),
-    )
+    short, long = (arguments.length, 2 * arguments.length), (4 * arguments.length, 16 * arguments.length)
+    stages = (Stage(arguments.native_from, short, native=False), Stage(1.0, (*short, *long), native=True))
+    use_banded_attention()
     data = Data(arguments.data / "data.npz", arguments.device)
-    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.device, arguments.learning_rate)
+    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.tokens, arguments.device, arguments.learning_rate)
+    if arguments.init:
+        run.set_weights(
+            {
+                name: value
+                for file in sorted(arguments.init.glob("*.safetensors"))
+                for name, value in load_file(file).items()
+            }
+        )
     run.resume(arguments.out)
-    for stage in range(len(stages)):
-        run.warm_up(stage, data)
+    for stage, plan in enumerate(stages):
+        for length in plan.lengths:
+            if plan.until > 0:
+                run.warm_up(stage, length, data)
     print(f"ready after {time.monotonic() - start:.0f} s, {sum(p.numel() for p in run.weights.values()):,} parameters")
     if arguments.profile:
         profile(run, data)
@@ -162,9 +173,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--length",
         type=int,
-        default=512,
-        help="tokens a row in the first stage; twice that in the second, eight times in the third",
+        default=256,
+        help="tokens of the shortest rows; the others have 2, 4 and 16 times as many",
     )
+    parser.add_argument("--native-from", type=float, default=0.45, help="share of the time after which rounding begins")
+    parser.add_argument("--init", type=Path, help="folder with the weights of another run to begin with")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -215,12 +228,26 @@ def detach_indexers(model: Reference) -> None:
 
 # ---------------------------------------------------------------------------------------------------- losses
 
+LOSSES = ("text", "answer", "draft", "index")
+"""Names of what is written to the curve, in nats a token: the model's loss outside and inside answers, the MTP block's
+and the indexers'."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Logits [B, S, V] and token ids [B, S] -> [B, S]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean; 0 where no weight is."""
+    return (losses * weights).sum() / weights.sum().clamp(min=1)
+
 
 class IndexLoss:
     """Observes a forward pass and sums up how far each indexer's scores are from the attention they must predict.
 
     Top-k selection passes no gradient, so an indexer learns from this loss alone: the cross-entropy between the
-    attention that all heads together give to the entries read and the softmax of their scores.
+    attention that the entries get and the softmax of their scores.
     """
 
     def __init__(self) -> None:
@@ -236,10 +263,16 @@ class IndexLoss:
 
 
 def index_loss(scores: Tensor, weights: Tensor) -> Tensor:
-    """Index scores [B, S, C] and attention weights [B, S, H, S + C], whose last C columns are the entries."""
-    received = weights[..., -scores.shape[-1] :].sum(2)
+    """Index scores [B, S, C] and the entries' attention weights [B, S, H, C].
+
+    An entry counts by the head that gives it most: the sum over heads would be led by those that look everywhere.
+    Entries that a query sees but did not choose count as given nothing: their scores go down.
+    """
+    received = weights.amax(2)
     share = received / received.sum(-1, keepdim=True).clamp(min=1e-6)
-    predicted = scores.masked_fill(received == 0, -1e9).log_softmax(-1)
+    closed = (torch.arange(scores.shape[1], device=scores.device) + 1) // Ratio.CSA
+    visible = torch.arange(scores.shape[2], device=scores.device) < closed[:, None]
+    predicted = scores.masked_fill(~visible, -1e9).log_softmax(-1)
     return -(share * predicted).sum(-1).mean()
 
 
@@ -254,8 +287,10 @@ class Run:
     native stages are one model.
     """
 
-    def __init__(self, config: ModelConfig, stages: tuple[Stage, ...], device: str, learning_rate: float) -> None:
-        self.stages, self.device, self.peak = stages, device, learning_rate
+    def __init__(
+        self, config: ModelConfig, stages: tuple[Stage, ...], step_tokens: int, device: str, learning_rate: float
+    ) -> None:
+        self.stages, self.step_tokens, self.device, self.peak = stages, step_tokens, device, learning_rate
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         see_all = dataclasses.replace(config, index_topk=config.max_position_embeddings)
         first = Reference(see_all, dtype=dtype)
@@ -274,45 +309,48 @@ class Run:
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         rate, on_gpu = torch.tensor(learning_rate, device=device), device == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
-        self.replays: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+        self.replays: dict[tuple[int, int], Callable[[], tuple[Tensor, ...]]] = {}
         self.pool: Any = None
         self.seconds, self.step, self.tokens = 0.0, 0, 0
         self.curve: list[dict[str, float]] = []
 
-    def loss(self, stage: int, data: Data) -> tuple[Tensor, ...]:
-        """(total, main, draft, index) losses of one batch, on the device."""
-        model, plan = self.models[stage], self.stages[stage]
-        rows = data.rows(plan.tokens // plan.length, plan.length + 2)
+    def loss(self, stage: int, length: int, data: Data) -> tuple[Tensor, ...]:
+        """The losses of one batch, on the device: what is minimised, then LOSSES in their order."""
+        model = self.models[stage]
+        rows, answers, counted = data.rows(self.step_tokens // length, length + 2)
         ids, next_ids, targets = rows[:, :-2], rows[:, 1:-1], rows[:, 2:]
         index = IndexLoss()
         streams = model.streams(ids, observe=index)
-        main = F.cross_entropy(model.logits(model, streams).flatten(0, 1), next_ids.flatten())
-        draft = F.cross_entropy(model.draft_logits(streams, next_ids).flatten(0, 1), targets.flatten())
+        losses = cross_entropy(model.logits(model, streams), next_ids)
+        answer, text = ((kind & counted)[:, 1:-1].float() for kind in (answers, ~answers))
+        main = mean(losses, text + ANSWER_WEIGHT * answer)
+        draft = mean(cross_entropy(model.draft_logits(streams, next_ids), targets), counted[:, 2:].float())
         indexing = torch.stack(index.losses).mean()
-        return main + DRAFT_WEIGHT * draft + indexing, main.detach(), draft.detach(), indexing.detach()
+        total = main + DRAFT_WEIGHT * draft + indexing
+        return total, mean(losses, text), mean(losses, answer), draft, indexing
 
-    def warm_up(self, stage: int, data: Data) -> None:
-        """Compile a stage's step and, on a GPU, record it; the weights stay as they are."""
+    def warm_up(self, stage: int, length: int, data: Data) -> None:
+        """Compile a step of a stage and, on a GPU, record it; the weights stay as they are."""
         begin = time.monotonic()
         self.set_learning_rate(0.0)
         if self.device == "cuda":
-            self.replays[stage] = self.record(stage, data)
+            self.replays[stage, length] = self.record(stage, length, data)
         else:
-            self.compute(stage, data)
-        print(f"stage {stage + 1} ready in {time.monotonic() - begin:.0f} s", flush=True)
+            self.compute(stage, length, data)
+        print(f"stage {stage + 1}, rows of {length}: ready in {time.monotonic() - begin:.0f} s", flush=True)
 
-    def record(self, stage: int, data: Data) -> Callable[[], tuple[Tensor, ...]]:
+    def record(self, stage: int, length: int, data: Data) -> Callable[[], tuple[Tensor, ...]]:
         """One step as a CUDA graph: thousands of launches become one, and the host never waits."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.compute(stage, data)
+                self.compute(stage, length, data)
         torch.cuda.current_stream().wait_stream(side)
         self.clear_gradients()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            losses = self.compute(stage, data)
+            losses = self.compute(stage, length, data)
         self.pool = graph.pool()
 
         def replay() -> tuple[Tensor, ...]:
@@ -329,27 +367,29 @@ class Run:
             while self.seconds < end:
                 share = self.seconds / end
                 stage = next(i for i, plan in enumerate(self.stages) if share < plan.until)
-                losses = self.update(stage, share, data)
+                length = self.stages[stage].lengths[self.step % len(self.stages[stage].lengths)]
+                losses = self.update(stage, length, share, data)
                 self.seconds = time.monotonic() - begin
-                if self.step % 50 == 0 or self.step < 3:
-                    self.curve.append(log.line(self, stage, losses, share))
-                    bar.update(task, completed=self.seconds, description=f"loss {self.curve[-1]['loss']:.3f}")
+                if self.step % 49 == 0 or self.step < 3:  # an odd number: all lengths come up
+                    self.curve.append(log.line(self, stage, length, losses, share))
+                    bar.update(task, completed=self.seconds, description=f"answers {self.curve[-1]['answer']:.3f}")
                 if self.step % 2000 == 0:
                     self.save(out)
         write_curve(self.curve, out)
 
-    def update(self, stage: int, share: float, data: Data) -> tuple[Tensor, ...]:
+    def update(self, stage: int, length: int, share: float, data: Data) -> tuple[Tensor, ...]:
         """One step of the optimizer at `share` of the training time."""
         self.set_learning_rate(self.peak * min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share))
-        losses = self.replays[stage]() if stage in self.replays else self.compute(stage, data)
+        replay = self.replays.get((stage, length))
+        losses = replay() if replay else self.compute(stage, length, data)
         self.step += 1
-        self.tokens += self.stages[stage].tokens
+        self.tokens += self.step_tokens
         return losses
 
-    def compute(self, stage: int, data: Data) -> tuple[Tensor, ...]:
+    def compute(self, stage: int, length: int, data: Data) -> tuple[Tensor, ...]:
         """The device's part of one step. Nothing here reads a value back, so that it can be recorded."""
         self.clear_gradients()
-        losses = self.loss(stage, data)
+        losses = self.loss(stage, length, data)
         losses[0].backward()
         for name, weight in self.weights.items():
             weight.grad = self.parameters[name].grad
@@ -416,13 +456,17 @@ class Run:
         if not (out / "state.pt").exists():
             return
         state = torch.load(out / "state.pt", map_location=self.device, weights_only=True)
-        self.models[0].load_state_dict(state["weights"])
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(state["weights"][name])
+        self.set_weights(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.curve, self.seconds, self.step, self.tokens = (state[k] for k in ("curve", "seconds", "step", "tokens"))
         print(f"going on from step {self.step}")
+
+    def set_weights(self, values: dict[str, Tensor]) -> None:
+        """Take the unrounded values of another run, by reference name."""
+        self.models[0].load_state_dict(values)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(values[name])
 
     def export(self, out: Path) -> None:
         """Write the unrounded values in files of at most `EXPORT_BYTES`."""
@@ -478,15 +522,24 @@ class Log:
     def __init__(self, device: str) -> None:
         self.device, self.tokens, self.time = device, 0, time.monotonic()
 
-    def line(self, run: Run, stage: int, losses: tuple[Tensor, ...], share: float) -> dict[str, float]:
+    def line(self, run: Run, stage: int, length: int, losses: tuple[Tensor, ...], share: float) -> dict[str, float]:
         values = torch.stack([loss.detach().float() for loss in losses]).tolist()
         now, done = time.monotonic(), run.tokens
         rate = (done - self.tokens) / (now - self.time)
         self.tokens, self.time = done, now
-        entry = dict(zip(("total", "loss", "draft_loss", "index_loss"), values, strict=True))
-        entry |= {"step": run.step, "seconds": round(run.seconds, 1), "tokens": done, "rate": round(rate)}
-        figures = " ".join(f"{name} {entry[name]:.4f}" for name in ("loss", "draft_loss", "index_loss"))
-        print(f"step {run.step:6} stage {stage + 1} {share:6.1%} {figures} {rate:,.0f} tokens/s", flush=True)
+        entry = dict(zip(LOSSES, values[1:], strict=True))
+        entry |= {
+            "length": length,
+            "step": run.step,
+            "seconds": round(run.seconds, 1),
+            "tokens": done,
+            "rate": round(rate),
+        }
+        figures = " ".join(f"{name} {entry[name]:.3f}" for name in LOSSES)
+        print(
+            f"step {run.step:6} stage {stage + 1} rows of {length:4} {share:6.1%} {figures} {rate:,.0f} tokens/s",
+            flush=True,
+        )
         return entry
 
 
@@ -505,7 +558,7 @@ def write_curve(curve: list[dict[str, float]], out: Path) -> None:
     except ImportError:
         return
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name in ("loss", "draft_loss", "index_loss"):
+    for name in LOSSES:
         axes.plot([entry["tokens"] / 1e6 for entry in curve], [entry[name] for entry in curve], label=name)
     axes.set(xlabel="million tokens", ylabel="nats", ylim=(0, None))
     axes.legend()
@@ -516,20 +569,21 @@ def profile(run: Run, data: Data) -> None:
     """Print how long a step of each stage takes, how busy it keeps the GPU, and its most costly operations."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     run.set_learning_rate(0.0)
-    for stage, plan in enumerate(run.stages):
+    for (stage, length), replay in run.replays.items():
         synchronize(run.device)
         begin = time.monotonic()
         for _ in range(10):
-            run.replays[stage]()
+            replay()
         synchronize(run.device)
         seconds = (time.monotonic() - begin) / 10
         memory = torch.cuda.max_memory_allocated() / 2**30
         print(
-            f"stage {stage + 1}: {seconds * 1e3:.1f} ms a step, {plan.tokens / seconds:,.0f} tokens/s, {memory:.0f} GiB"
+            f"stage {stage + 1}, rows of {length}: {seconds * 1e3:.1f} ms a step, "
+            f"{run.step_tokens / seconds:,.0f} tokens/s, {memory:.0f} GiB"
         )
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(3):
-                run.replays[stage]()
+                replay()
             synchronize(run.device)
         kernels = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
         kernels.sort(key=lambda event: -event.self_device_time_total)

@@ -99,7 +99,7 @@ def test_right_answers_are_counted_in_the_table_and_in_the_file(
     cells = plan(list(KINDS), [64, 200])
     assert [(row[0], row[1]) for row in rows] == [(kind, str(length or "-")) for kind, length in cells]
     assert {(row[4], row[5], row[6]) for row in rows} == {("3", "5", "60.0")}
-    assert {row[3] for row in rows} <= {"48%", "49%", "50%"}
+    assert {row[3] for row in rows} <= {"47%", "48%", "49%", "50%"}
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["seed"] == 3 and [cell["kind"] for cell in report["cells"]] == [kind for kind, _ in cells]
     for cell in report["cells"]:

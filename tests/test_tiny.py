@@ -1,6 +1,7 @@
 """The built-in checkpoint: it is a real V4, it says what it learned, and the engine serves it under any schedule."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,11 +10,15 @@ import torch.nn.functional as F
 from schedules import TINY, random_case
 
 from leadline import LLM, SamplingParams
+from leadline.chat import ChatFormat
 from leadline.checkpoint.loader import Slot, load
 from leadline.checkpoint.reader import Checkpoint
+from leadline.cli.eval import answer_room, token_measure
 from leadline.config import ModelConfig, Ratio
 from leadline.engine.loading import BUILT_IN
 from leadline.reference import Reference
+from leadline.tasks.suite import tasks
+from leadline.tasks.task import mark, read_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 STORY = (
@@ -56,7 +61,7 @@ def test_it_is_a_small_real_v4_in_the_official_format() -> None:
     checkpoint.validate(config)
     assert (checkpoint.format.dense, checkpoint.format.experts, checkpoint.format.scales) == ("fp8", "fp4", "e8m0")
     files = list(BUILT_IN.iterdir())
-    assert sum(file.stat().st_size for file in files) < 12e6 and max(file.stat().st_size for file in files) < 16 << 20
+    assert sum(file.stat().st_size for file in files) < 20e6 and max(file.stat().st_size for file in files) < 16 << 20
     raw = json.loads((BUILT_IN / "config.json").read_text())
     assert raw["quantization_config"]["quant_method"] == "fp8"
 
@@ -155,3 +160,35 @@ def test_native_numerics_round_and_cost_next_to_nothing(llm: LLM) -> None:
         (result,) = engine.generate([ids], params)
         means.append(float(np.mean([entry.logprob for entry in result.prompt_logprobs[1:]])))
     assert means[0] != means[1] and abs(means[0] - means[1]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "least"),
+    [
+        ("recall", 128, 12),
+        ("recall", 1000, 10),
+        ("system", 64, 11),
+        ("copy", 32, 11),
+        ("arithmetic", 0, 11),
+        ("stop", 0, 10),
+        ("tool", 0, 10),
+    ],
+)
+def test_it_answers_tasks_of_seeds_that_it_never_saw(kind: str, length: int, least: int) -> None:
+    """Greedily in native numerics, 12 tasks of a kind: what one run of `leadline eval` gives, less one or two."""
+    llm = native()
+    format, measure = ChatFormat(llm.tokenizer, llm.engine.model.eos_token_ids), token_measure(llm)
+    asked = tasks(kind, 0, 12, length, measure)
+    prompts = [format.prompt(task.body) for task in asked]
+    params = [SamplingParams(temperature=0, max_tokens=answer_room(task.expected, measure)) for task in asked]
+    results = llm.generate([prompt.token_ids for prompt in prompts], params)
+    right = [
+        mark(task, read_answer(format, prompt, result.token_ids, result.finish_reason))
+        for task, prompt, result in zip(asked, prompts, results, strict=True)
+    ]
+    assert sum(right) >= least
+
+
+@cache
+def native() -> LLM:
+    return LLM(numerics="native")
