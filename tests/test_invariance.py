@@ -84,6 +84,12 @@ def _rowwise_and_mix(draw: Drawer) -> Iterator[Case]:
         yield Case("sinkhorn", (comb,), lambda c: mix.sinkhorn(c, 20, 1e-6))
         yield Case("collapse", (post, streams), mix.collapse)
         yield Case("final_collapse", (streams,), lambda x, w=final: mix.final_collapse(x, w, weight, 1e-6, 1e-6))
+
+        def boundary(x: Tensor, y: Tensor, p: Tensor, c: Tensor, weights: Mixing = weights) -> Rows:
+            closed, reading = mix.close_and_open(x, y, Reading(y, p, c), weights, weight, 20, 1e-6, 1e-6)
+            return closed, reading.x, reading.post, reading.comb
+
+        yield Case("close_and_open", (streams, draw(ROWS, 52), post, comb), boundary)
         yield Case(
             "close_sublayer",
             (streams, draw(ROWS, 52), post, comb),
@@ -97,6 +103,7 @@ def _projections(draw: Drawer) -> Iterator[Case]:
         fp8, fp4 = fp8_quantize_weight(plain), fp4_quantize_weight(plain[:, : width // 32 * 32])
         x = draw(ROWS, width)
         yield Case("row_product", (x,), lambda x, w=plain: project.row_product(x, w))
+        yield Case("wide_product", (x,), lambda x, w=plain: project.wide_product(x, w))
         for rounds in (False, True):
             short = x[:, : width // 32 * 32].contiguous()
             yield Case("project", (x,), partial(project.project, weight=Weight(plain, None, rounds)))
@@ -126,37 +133,69 @@ def _experts(draw: Drawer) -> Iterator[Case]:
 
 def _compressors(draw: Drawer) -> Iterator[Case]:
     gating = Gating(draw(200, 96), draw(4, 200, wide=True))
-    positions = draw.ints(0, 999, ROWS)
-    yield Case("gate_rows", (draw(ROWS, 96), positions), lambda x, p: compress.gate_rows(x, p, gating))
-    pending, norm = draw(500, 4 * 64, wide=True), draw(64, wide=True)
+
+    def gated(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), 200, dtype=draw.wide)
+        compress.gate_rows(x, gating, out)
+        return out
+
+    yield Case("gate_rows", (draw(ROWS, 96),), gated)
+    yield from _closings(draw)
+    yield from _folds(draw)
+
+
+def _closings(draw: Drawer) -> Iterator[Case]:
+    pending, norm, index_norm = draw(500, 4 * 96, wide=True), draw(64, wide=True), draw(32, wide=True)
+    gating = Gating(draw(1, 1), draw(4, 4 * 96, wide=True))
     windows = draw.ints(0, 500, ROWS, 8)
     windows[::5, :4] = -1
+
+    def closed(r: Tensor, c: Tensor, s: Tensor, native: bool) -> Rows:
+        pools = tuple(torch.full((len(r) + 3, width), float("nan"), dtype=draw.dtype) for width in (64, 32))
+        targets = torch.arange(len(r)) + 3
+        norms = (norm, index_norm)
+        compress.close_csa(pending, r, gating, norms, Angles(c, s), 1e-6, native, (pools[0], pools[1]), targets)
+        return pools[0][3:], pools[1][3:]
+
+    def put(x: Tensor, native: bool) -> Tensor:
+        pool = torch.full((len(x) + 3, 32), float("nan"), dtype=draw.dtype)
+        compress.put_index_keys(x, native, pool, torch.arange(len(x)) + 3)
+        return pool[3:]
+
     for native in (False, True):
-        options = (1e-6, draw.dtype, native)
-        yield Case(
-            "csa_entries",
-            (windows, *draw.angles()),
-            lambda r, c, s, o=options: compress.csa_entries(pending, r, norm, Angles(c, s), *o),
-        )
-        yield Case(
-            "csa_index_keys",
-            (windows, *draw.angles()),
-            lambda r, c, s, o=options: compress.csa_index_keys(pending, r, norm, Angles(c, s), *o),
-        )
-        states = torch.cat([draw(ROWS, 1, 64, wide=True), draw(ROWS, 2, 64, wide=True).abs() + 1], 1)
-        yield Case(
-            "hca_entries",
-            (states, *draw.angles()),
-            lambda x, c, s, o=options: compress.hca_entries(x, norm, Angles(c, s), *o),
-        )
-    raw, folded = draw(400, 2 * 33, wide=True), torch.cat([draw(20, 1, 33, wide=True), draw(20, 2, 33, wide=True)], 1)
+        yield Case("close_csa", (windows, *draw.angles()), partial(closed, native=native))
+        yield Case("put_index_keys", (draw(ROWS, 32),), partial(put, native=native))
+    main, ape = pending[:, :256], gating.ape[:, :256]
+    yield Case(
+        "csa_entries",
+        (windows, *draw.angles()),
+        lambda r, c, s: compress.csa_entries(main, r, ape, norm, Angles(c, s), 1e-6, draw.dtype),
+    )
+
+
+def _folds(draw: Drawer) -> Iterator[Case]:
+    norm, gating = draw(64, wide=True), Gating(draw(1, 1), draw(128, 128, wide=True))
+    states = torch.cat([draw(ROWS, 1, 64, wide=True), draw(ROWS, 2, 64, wide=True).abs() + 1], 1)
+    yield Case(
+        "hca_entries",
+        (states, *draw.angles()),
+        lambda x, c, s: compress.hca_entries(x, norm, Angles(c, s), 1e-6, draw.dtype),
+    )
+    raw, positions = draw(400, 128, wide=True), torch.arange(400) + 77
+    folded = torch.cat([draw(20, 1, 64, wide=True), draw(20, 2, 64, wide=True).abs() + 1], 1)
     counts, before = draw.ints(1, 128, ROWS), draw.ints(-1, 20, ROWS)
     firsts = (torch.rand(ROWS, generator=draw.generator) * (400 - counts)).long()
-    yield Case(
-        "hca_fold",
-        (firsts, counts, before),
-        lambda f, n, b: compress.hca_fold(raw, f, n, int(n.max()), folded, b),
-    )
+
+    def fold(f: Tensor, n: Tensor, b: Tensor, c: Tensor, s: Tensor, native: bool) -> Rows:
+        folds = torch.cat([folded, torch.full((len(f), 3, 64), float("nan"), dtype=draw.wide)])
+        entries = torch.full((len(f) + 3, 64), float("nan"), dtype=draw.dtype)
+        pieces = compress.Pieces(f, n, b, torch.arange(len(f)), torch.arange(len(f)) + 3, int(n.max()))
+        turn = Angles(c, s)
+        compress.hca_fold(raw, positions, gating, pieces, folds, 20, norm, turn, 1e-6, native, entries)
+        return folds[20:], entries[3:]
+
+    for native in (False, True):
+        yield Case("hca_fold", (firsts, counts, before, *draw.angles()), partial(fold, native=native))
 
 
 def _attention(draw: Drawer) -> Iterator[Case]:
@@ -177,11 +216,23 @@ def _attention(draw: Drawer) -> Iterator[Case]:
         store.store(x, norm, Angles(c, s), 1e-6, native, pool, 3)
         return pool[3:]
 
+    def both(q: Tensor, x: Tensor, c: Tensor, s: Tensor, native: bool) -> Rows:
+        pool = torch.full((len(x) + 3, 64), float("nan"), dtype=x.dtype)
+        turned = store.query_and_store(q, x, norm, Angles(c, s), 1e-6, native, pool, 3)
+        return turned, pool[3:]
+
+    def put(x: Tensor, native: bool) -> Tensor:
+        pool = torch.full((len(x) + 3, 80), float("nan"), dtype=x.dtype)
+        store.put_rows(x, 16, native, pool, torch.arange(len(x)) + 3)
+        return pool[3:]
+
     for native in (False, True):
         yield Case("index_query", (heads, *turn), lambda x, c, s, n=native: query.index_query(x, Angles(c, s), n))
         yield Case("index_round", (heads,), lambda x, n=native: query.index_round(x, n))
         yield Case("round_row", (draw(ROWS, 80),), lambda x, n=native: store.round_row(x, 16, n))
-        yield Case("store", (draw(ROWS, 64), *turn), lambda x, c, s, n=native: stored(x, c, s, n))
+        yield Case("put_rows", (draw(ROWS, 80),), partial(put, native=native))
+        yield Case("store", (draw(ROWS, 64), *turn), partial(stored, native=native))
+        yield Case("query_and_store", (heads, draw(ROWS, 64), *turn), partial(both, native=native))
     yield Case(
         "index_scores", (draw(ROWS, 16, 32), draw(ROWS, 16, wide=True), draw(ROWS, 128, 32)), select.index_scores
     )

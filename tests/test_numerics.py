@@ -32,6 +32,7 @@ from torch import Tensor
 from leadline.config import ModelConfig, Ratio
 from leadline.engine.sampling import SamplingParams
 from leadline.formats import fp4_quantize_weight, fp8_quantize_weight, hadamard
+from leadline.kernels import compress, store
 from leadline.kernels.experts import routed_experts, shared_expert
 from leadline.kernels.project import Weight
 from leadline.kernels.rope import Angles, angles
@@ -96,13 +97,13 @@ def test_v01_every_layer_turns_by_its_own_table(monkeypatch: pytest.MonkeyPatch)
     }
     assert not torch.allclose(frequencies[Ratio.SWA], frequencies[Ratio.CSA], rtol=0.1)
     seen = []
-    original = attention.query
+    original = store.query
 
     def spy(q: Tensor, by: Any, eps: float) -> Tensor:
         seen.append(by)
         return original(q, by, eps)
 
-    monkeypatch.setattr(attention, "query", spy)
+    monkeypatch.setattr(store, "query", spy)
     run([tokens(140)])
     assert len(seen) == 5
     for by, ratio in zip(seen, model.config.compress_ratios, strict=True):
@@ -118,10 +119,10 @@ def test_v01_logits_around_and_far_beyond_the_window(length: int) -> None:
 
 
 def test_v01_entries_are_turned_by_their_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, list[tuple[Tensor, Tensor]]] = {"csa_entries": [], "csa_index_keys": [], "hca_entries": []}
+    made: dict[str, list[tuple[Tensor, Tensor]]] = {"csa_entries": [], "hca_entries": []}
 
     def watch(name: str) -> None:
-        original = getattr(attention, name)
+        original = getattr(compress, name)
 
         def spy(*arguments: Any) -> Tensor:
             """Also makes the rows that would come out without any rotation."""
@@ -129,21 +130,22 @@ def test_v01_entries_are_turned_by_their_first_token(monkeypatch: pytest.MonkeyP
             made[name].append((original(*plain), original(*arguments)))
             return made[name][-1][1]
 
-        monkeypatch.setattr(attention, name, spy)
+        monkeypatch.setattr(compress, name, spy)
 
     for name in made:
         watch(name)
     served = run([tokens(700)])
     frequencies = layer_frequencies(pair()[1].config, Ratio.CSA).double()
-    for name, ratio in (("csa_entries", 4), ("csa_index_keys", 4), ("hca_entries", 128)):
-        assert len(made[name]) == 2, "two layers of each kind"
+    for name, ratio, calls in (("csa_entries", 4, 4), ("hca_entries", 128, 2)):
+        assert len(made[name]) == calls, "two layers of each kind; index keys are made as entries are"
         for unturned, turned in made[name]:
             pairs = torch.view_as_complex(unturned[:, -2 * len(frequencies) :].unflatten(-1, (-1, 2)).contiguous())
             phase = torch.arange(700 // ratio)[:, None] * ratio * frequencies
             expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(phase), phase)).flatten(1)
             assert_same(turned[:, -2 * len(frequencies) :], expected, name)
             assert torch.equal(turned[:, : -2 * len(frequencies)], unturned[:, : -2 * len(frequencies)])
-    assert torch.equal(served.csa_entries(1, 0)[:175], made["csa_entries"][1][1])
+    assert torch.equal(served.csa_entries(1, 0)[:175], made["csa_entries"][2][1])
+    assert torch.equal(served.index_keys(1, 0)[:175], made["csa_entries"][3][1])
     assert torch.equal(served.hca_entries(1, 0)[:5], made["hca_entries"][1][1])
 
 

@@ -134,17 +134,22 @@ def test_settings_are_frozen() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_imports_only_what_it_may(path: Path) -> None:
-    """Lower layers, and declared packages: of the extras only the server's, and others where they are needed."""
-    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """Lower layers, and declared packages: of the extras only the server's and the kernels', others where needed."""
+    parts = path.relative_to(PACKAGE).parts
+    layer = parts[0].removesuffix(".py")
     below = LAYERS[: LAYERS.index(layer) + 1]
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
-    always = distributions(PROJECT["dependencies"] + (extras["server"] if layer == "server" else []))
+    own = {("server",): "server", ("kernels", "gpu"): "gpu"}
+    mine = next((extras[extra] for folder, extra in own.items() if parts[: len(folder)] == folder), [])
+    always = distributions(PROJECT["dependencies"] + mine)
     sometimes = always | distributions([name for extra in extras if extra != "dev" for name in extras[extra]])
     tree = ast.parse(path.read_text(encoding="utf-8"))
     first = {name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for name in imports(node)}
     for name in imports(tree):
         root, _, rest = name.partition(".")
         if root == "leadline":
+            on_gpu = rest.startswith("kernels.gpu")
+            assert not on_gpu or parts[:2] == ("kernels", "gpu") or name not in first, f"{name} needs Triton"
             assert not rest or rest.split(".")[0] in below, f"{layer} must not know {name}"
         elif root not in sys.stdlib_module_names:
             assert root in (always if name in first else sometimes), f"{root} may not be imported here"

@@ -107,6 +107,10 @@ class AsyncEngine:
         """What `Engine.problems` says between two steps."""
         return await self._call(self._engine.problems)
 
+    async def expert_load(self) -> list[list[int]]:
+        """What `Engine.expert_load` says between two steps."""
+        return await self._call(self._engine.expert_load)
+
     async def reset_cache(self) -> None:
         """Forget every prefix that no running request uses."""
         await self._call(self._engine.reset_cache)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,8 @@ class Stats:
     pages_reusable: int
     slots: int
     slots_used: int
+    busy_seconds: float = 0.0
+    """Spent in steps; over `steps` it is the time of a step."""
 
 
 @dataclass
@@ -110,6 +113,7 @@ class Engine:
         self._random = random.Random(config.seed)
         self._generated = 0
         self._steps = 0
+        self._busy_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -193,6 +197,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Plan and launch a step, and absorb the oldest one that nobody overlaps with any more."""
+        begun = perf_counter()
         updates, self._ended = self._ended, []
         step = self.scheduler.schedule()
         if step is not None:
@@ -201,6 +206,7 @@ class Engine:
             updates += self._absorb(self._launched.popleft())
         elif step is None and self.scheduler.waiting and not updates:
             raise RuntimeError(f"{len(self.scheduler.waiting)} requests wait and none can start: {self.problems()}")
+        self._busy_seconds += perf_counter() - begun
         return updates
 
     def _launch(self, step: Step) -> None:
@@ -345,7 +351,12 @@ class Engine:
             scheduler.index.idle_pages,
             scheduler.slots.size,
             scheduler.slots.size - scheduler.slots.free,
+            self._busy_seconds,
         )
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each main layer chose each expert since this was first asked for: it costs nothing before."""
+        return self.runner.expert_load(self.model.num_hidden_layers, self.model.n_routed_experts)
 
     def problems(self) -> list[str]:
         """Every contradiction between pages, slots, counts, requests and prefixes; empty when all is well."""

@@ -13,7 +13,8 @@ from leadline.checkpoint.reader import Checkpoint
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
 from leadline.engine.memory import plan_memory
-from leadline.model.state import State
+from leadline.engine.warmup import warm_up
+from leadline.model.state import State, keeps_packed
 from leadline.model.transformer import Transformer
 from leadline.model.weights import WeightStore
 
@@ -47,17 +48,21 @@ def load_engine(config: EngineConfig, progress: bool) -> Engine:
     tokenizer = read_tokenizer(folder, model)
     device = torch.device(resolve_device(config.device))
     dtype = activation_dtype(config.dtype, device)
-    memory = plan_memory(model, config, dtype)
     native = config.numerics == "native" or (config.numerics is None and device.type != "cpu")
+    packed = keeps_packed(native, dtype, device)
+    memory = plan_memory(model, config, dtype, packed)
     keep = checkpoint.format if keeps_formats(config.dtype, device) else None
     weights = WeightStore(model, keep, dtype, native, device)
     transformer = Transformer(model, weights)
     _load_weights(model, weights, checkpoint, progress)
-    state = State(model, memory.size, dtype, device)
+    state = State(model, memory.size, dtype, device, packed)
     # What is alive now stays: without this a full collection walks it every few steps, 85 ms at 1,024 requests.
     gc.collect()
     gc.freeze()
-    return Engine(transformer.forward, model, config, memory, state, tokenizer)
+    engine = Engine(transformer.forward, model, config, memory, state, tokenizer)
+    if device.type == "cuda":
+        warm_up(engine, progress)
+    return engine
 
 
 def _load_weights(model: ModelConfig, weights: WeightStore, checkpoint: Checkpoint, progress: bool) -> None:

@@ -50,15 +50,16 @@ def memory_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
+def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, packed: bool = False) -> MemoryPlan:
     """Divide `engine.state_bytes`: scratch, a slot per running request and as many for snapshots, pages of the rest.
 
+    `packed` says that rows are kept packed (see `leadline.model.state`).
     Fewer requests run where their slots would take more than half of it. Raises ValueError, with the numbers, if
     not even one request of one page fits.
     """
-    per_page, per_slot = page_bytes(model, dtype), slot_bytes(model, dtype)
+    per_page, per_slot = page_bytes(model, dtype, packed), slot_bytes(model, dtype, packed)
     running = engine.max_running
-    scratch = scratch_bytes(model, dtype, StateSize(0, 0, engine.step_tokens, running))
+    scratch = scratch_bytes(model, dtype, StateSize(0, 0, engine.step_tokens, running), packed)
     room = engine.state_bytes - scratch
     running = max(1, min(running, int(room * MOST_SLOT_SHARE) // (2 * per_slot)))
     slots = 2 * running
@@ -73,7 +74,7 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) ->
     pages = min(pages, running * pages_for(longest) + slots * 64)
     size = StateSize(pages, slots, engine.step_tokens, running)
     context = min(longest, pages * PAGE_TOKENS)
-    scratch = scratch_bytes(model, dtype, size)
+    scratch = scratch_bytes(model, dtype, size, packed)
     return MemoryPlan(size, running, context, per_page, per_slot, scratch, step_bytes(model, size, context))
 
 

@@ -60,6 +60,7 @@ class Runner:
         self.vocab_size, self.running = vocab_size, running
         self.last_tokens = torch.zeros(state.size.slots, dtype=torch.int64, device=device)
         self.counts: TokenCounts | None = None
+        self.expert_counts: Tensor | None = None
         # A thread of its own waits for the device, or is the device, while the host plans the next step.
         self._worker = ThreadPoolExecutor(1, "leadline-step") if overlap else None
 
@@ -70,6 +71,12 @@ class Runner:
         counts = self.counts
         values = [torch.from_numpy(tokens.astype(np.int64)).to(self.device) for tokens in (prompt, output)]
         self._submit(lambda: counts.start(row, *values))
+
+    def expert_load(self, layers: int, experts: int) -> list[list[int]]:
+        """How often each of the layers chose each of its experts since the first call, which begins to count."""
+        if self.expert_counts is None:
+            self.expert_counts = torch.zeros(layers, experts, dtype=torch.int64, device=self.device)
+        return self.expert_counts.tolist()
 
     def launch(self, plan: StepPlan, sampling: Sampling) -> "Future[StepResult]":
         """Start a step; its result can be waited for."""
@@ -95,6 +102,7 @@ class Runner:
         batch = plan.to_batch(self.device)
         unread = self.last_tokens[batch.slots[batch.chunks]]
         batch.ids = torch.where(batch.ids < 0, unread, batch.ids)
+        batch.expert_counts = self.expert_counts
         self.state.begin(batch)
         logits = self.forward(batch, self.state).float()
         self.state.commit(batch)

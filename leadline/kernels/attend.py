@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from leadline.kernels.packed import KvPool, KvRows
 from leadline.kernels.rope import Angles, rotate
 from leadline.kernels.rowwise import high
 
@@ -15,18 +16,23 @@ shorter one: a block of which a query reads no row leaves its running sums as th
 def attend(
     q: Tensor,
     sink: Tensor,
-    window: Tensor,
+    window: KvPool,
     window_rows: Tensor,
-    entries: Tensor | None,
+    entries: KvPool | None,
     entry_rows: Tensor | None,
     by: Angles,
 ) -> Tensor:
     """`q` [T, H, D] -> [T, H, D], with the values' rotation undone at the query's position (`by`).
 
     Query t reads rows `window_rows[t]` [W] of `window` [rows, D] and rows `entry_rows[t]` [K] of `entries`; -1 is
-    no row, and what such an index would have addressed is never used, even if it is NaN. `sink` [H] is a logit
-    that takes weight and gives no value. Softmax scale is D^-0.5; arithmetic is fp32.
+    no row, and what such an index would have addressed is never used, even if it is NaN. In `entry_rows` -1 comes
+    only past the number of entries that a query reads. `sink` [H] is a logit that takes weight and gives no value.
+    Softmax scale is D^-0.5; arithmetic is fp32.
     """
+    if q.is_cuda and q.dtype != torch.float64:
+        from leadline.kernels.gpu.attend import attend as attend_on_gpu
+
+        return attend_on_gpu(q, sink, window, window_rows, entries, entry_rows, by)
     outputs = []
     for tile in torch.arange(len(q), device=q.device).split(TOKENS_PER_TILE):
         sums = _Sums(high(q[tile]), high(sink))
@@ -47,10 +53,10 @@ class _Sums:
         self.total = torch.ones_like(self.top)
         self.weighted = torch.zeros_like(q)
 
-    def add(self, pool: Tensor, rows: Tensor) -> None:
+    def add(self, pool: KvPool, rows: Tensor) -> None:
         """Bring in rows [t, K] of `pool`."""
         missing = rows < 0
-        keys = high(pool[rows.clamp(min=0)]).masked_fill(missing[..., None], 0)
+        keys = high(_read(pool, rows.clamp(min=0))).masked_fill(missing[..., None], 0)
         logits = torch.bmm(self.q, keys.transpose(1, 2)) * self.scale
         logits = logits.masked_fill(missing[:, None], float("-inf"))
         top = torch.maximum(self.top, logits.amax(-1))
@@ -62,6 +68,10 @@ class _Sums:
 
     def result(self) -> Tensor:
         return self.weighted / self.total[..., None]
+
+
+def _read(pool: KvPool, rows: Tensor) -> Tensor:
+    return pool.read(rows.flatten()).unflatten(0, rows.shape) if isinstance(pool, KvRows) else pool[rows]
 
 
 def _widened(rows: Tensor) -> Tensor:

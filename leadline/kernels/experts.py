@@ -27,6 +27,10 @@ def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float, token_weights: Tensor 
 
 def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """The expert of every token: `x` [T, d] -> fp32 [T, d]."""
+    if x.is_cuda and x.dtype != torch.float64:
+        from leadline.kernels.gpu import experts as gpu
+
+        return gpu.shared_expert(x, w13, w2, limit)
     return high(mlp(round_input(x, w13), w13, w2, limit))
 
 
@@ -35,6 +39,10 @@ def routed_experts(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: 
 
     `w13` is a stack [E, 2 I, d] and `w2` one of [E, d, I]; only the experts that were chosen are read.
     """
+    if x.is_cuda and x.dtype != torch.float64:
+        from leadline.kernels.gpu import experts as gpu
+
+        return gpu.routed_experts(x, chosen, weights, w13, w2, limit)
     tokens, active = chosen.shape
     x = round_input(x, w13)
     order = torch.sort(chosen.flatten(), stable=True).indices

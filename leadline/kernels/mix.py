@@ -55,6 +55,10 @@ def open_sublayer(
     streams: Tensor, weights: Mixing, norm: Tensor, rounds: int, hc_eps: float, norm_eps: float
 ) -> Reading:
     """Read the streams [T, n, d] for a sublayer whose input norm is `norm` [d]."""
+    if streams.is_cuda and streams.dtype != torch.float64:
+        from leadline.kernels.gpu import mix as gpu
+
+        return gpu.open_sublayer(streams, weights, norm, rounds, hc_eps, norm_eps)
     n = streams.shape[1]
     pre, post, comb = mixing_logits(streams, weights, norm_eps).split([n, n, n * n], -1)
     scale, base = weights.scale, weights.base
@@ -66,11 +70,38 @@ def open_sublayer(
 
 def close_sublayer(streams: Tensor, output: Tensor, reading: Reading) -> Tensor:
     """The streams [T, n, d] after a sublayer put out `output` [T, d]: `comb` transposed, one cast at the end."""
+    if streams.is_cuda and streams.dtype != torch.float64:
+        from leadline.kernels.gpu import mix as gpu
+
+        return gpu.close_sublayer(streams, output, reading)
     mixed = (reading.comb[..., None] * high(streams)[:, :, None]).sum(1)
     return (reading.post[..., None] * high(output)[:, None] + mixed).to(streams.dtype)
 
 
+def close_and_open(
+    streams: Tensor,
+    output: Tensor,
+    reading: Reading,
+    weights: Mixing,
+    norm: Tensor,
+    rounds: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Reading]:
+    """`close_sublayer`, then `open_sublayer` of the next: (streams [T, n, d], the next sublayer's reading)."""
+    if streams.is_cuda and streams.dtype != torch.float64:
+        from leadline.kernels.gpu import mix as gpu
+
+        return gpu.close_and_open(streams, output, reading, weights, norm, rounds, hc_eps, norm_eps)
+    streams = close_sublayer(streams, output, reading)
+    return streams, open_sublayer(streams, weights, norm, rounds, hc_eps, norm_eps)
+
+
 def final_collapse(streams: Tensor, weights: Mixing, norm: Tensor, hc_eps: float, norm_eps: float) -> Tensor:
     """The last read (official `hc_head`): no Sinkhorn, no factor 2. [T, n, d] -> normed [T, d]."""
+    if streams.is_cuda and streams.dtype != torch.float64:
+        from leadline.kernels.gpu import mix as gpu
+
+        return gpu.final_collapse(streams, weights, norm, hc_eps, norm_eps)
     pre = sigmoid(mixing_logits(streams, weights, norm_eps) * weights.scale + weights.base) + hc_eps
     return rms_norm(collapse(pre, streams), norm, norm_eps)

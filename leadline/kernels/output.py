@@ -11,6 +11,10 @@ def grouped_output(heads: Tensor, weight: Weight, groups: int) -> Tensor:
 
     Returns [T, groups * rank]. Its input is never rounded: official code runs this product in bf16.
     """
+    if heads.is_cuda and heads.dtype == torch.bfloat16:
+        from leadline.kernels.gpu import output as gpu
+
+        return gpu.grouped_output(heads, weight, groups)
     grouped = heads.flatten(1).unflatten(1, (groups, -1))
     factors = weight.dense(heads.dtype).unflatten(0, (groups, -1))
     return torch.cat([row_product(grouped[:, g], factors[g]) for g in range(groups)], 1)

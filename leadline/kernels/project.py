@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leadline.formats import fp4_dequantize, fp8_dequantize, fp8_round_trip
+from leadline.kernels.rowwise import high
 
 ROW_MULTIPLE = 8
 """CPU matrix products see a multiple of this many rows. BLAS then sums each row in the same order however many
@@ -48,11 +49,30 @@ def row_product(x: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(F.pad(x, (0, 0, 0, missing)), matrix)[: len(x)]
 
 
+def wide_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out] in fp32 (fp64 in fp64 models), summed in fp32."""
+    if x.is_cuda and x.dtype == matrix.dtype == torch.bfloat16:
+        from leadline.kernels.gpu import project as gpu
+
+        return gpu.wide_product(x, matrix)
+    return row_product(high(x), high(matrix))
+
+
 def round_input(x: Tensor, weight: Weight) -> Tensor:
     """`x` as the product with `weight` takes it: rounded to fp8 in blocks of 128 (official `act_quant`), or as is."""
-    return fp8_round_trip(x) if weight.round_input else x
+    if not weight.round_input:
+        return x
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from leadline.kernels.gpu.quantize import round_rows
+
+        return round_rows(x)
+    return fp8_round_trip(x)
 
 
 def project(x: Tensor, weight: Weight) -> Tensor:
     """`x` [T, in] -> [T, out] in the dtype of `x`."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from leadline.kernels.gpu import project as gpu
+
+        return gpu.project(x, weight)
     return row_product(round_input(x, weight), weight.dense(x.dtype))

@@ -15,6 +15,10 @@ def route(
     Hash layers take the experts from `by_token` [V, active] by token id; the others the best of
     sqrt(softplus(score)) + `bias` [E], ties by lower index. Weights never contain the bias.
     """
+    if x.is_cuda and x.dtype != torch.float64:
+        from leadline.kernels.gpu import route as gpu
+
+        return gpu.route(x, weight, bias, by_token, ids, active, scale)
     scores = softplus(row_product(high(x), high(weight))).sqrt()
     if by_token is not None:
         chosen = by_token[ids].long()

@@ -30,6 +30,10 @@ def softplus(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension, in fp32, cast once to the dtype of `x`."""
+    if x.is_cuda and x.dtype != torch.float64:
+        from leadline.kernels.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
     wide = high(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * high(weight)).to(x.dtype)

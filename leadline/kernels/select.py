@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from leadline.kernels.packed import IndexPool, IndexRows
 from leadline.kernels.rowwise import high
 
 TOKENS_PER_TILE = 64
@@ -22,13 +23,17 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def select(
-    q: Tensor, head_weights: Tensor, pool: Tensor, page_rows: Tensor, visible: Tensor, longest: int, topk: int
+    q: Tensor, head_weights: Tensor, pool: IndexPool, page_rows: Tensor, visible: Tensor, longest: int, topk: int
 ) -> Tensor:
-    """Entry ids [T, topk] of each query in ascending order, -1 past the number it reads.
+    """Entry ids [T, topk] int64 of each query in ascending order, -1 past the number it reads.
 
-    `pool` [rows, c] holds index keys, 32 to a page; `page_rows` [T, P] are the pages of each query's request in
-    order; query t sees its first `visible[t]` entries and `longest` is the largest of these.
+    `pool` holds index keys, 32 to a page: [rows, c] or packed; `page_rows` [T, P] are the pages of each query's
+    request in order; query t sees its first `visible[t]` entries, and none sees more than `longest`.
     """
+    if q.is_cuda and q.dtype != torch.float64:
+        from leadline.kernels.gpu import select as gpu
+
+        return gpu.select(q, head_weights, pool, page_rows, visible, longest, topk)
     if longest <= topk:
         ids = torch.arange(topk, device=q.device).expand(len(q), -1)
         return torch.where(ids < visible[:, None], ids, -1)
@@ -40,21 +45,30 @@ def select(
 
 
 def entry_rows(page_rows: Tensor, ids: Tensor, per_page: int) -> Tensor:
-    """Pool rows of entry `ids` [T, k] (-1 stays -1) through each token's pages [T, P]."""
+    """Pool rows of entry `ids` [T, k] (-1 stays -1) through each token's pages [T, P]; all int64."""
+    if ids.is_cuda:
+        from leadline.kernels.gpu import select as gpu
+
+        return gpu.entry_rows(page_rows, ids, per_page)
     known = ids.clamp(min=0)
     rows = page_rows.gather(1, known // per_page) * per_page + known % per_page
     return torch.where(ids < 0, -1, rows)
 
 
+def _keys(pool: IndexPool, rows: Tensor) -> Tensor:
+    """Index keys [t, E, c] at `rows` [t, E]."""
+    return pool.read(rows.flatten()).unflatten(0, rows.shape) if isinstance(pool, IndexRows) else pool[rows]
+
+
 def _select_tile(
-    q: Tensor, head_weights: Tensor, pool: Tensor, page_rows: Tensor, visible: Tensor, longest: int, topk: int
+    q: Tensor, head_weights: Tensor, pool: IndexPool, page_rows: Tensor, visible: Tensor, longest: int, topk: int
 ) -> Tensor:
     scores = []
     for start in range(0, longest, ENTRIES_PER_TILE):
         ids = torch.arange(start, start + ENTRIES_PER_TILE, device=q.device).expand(len(q), -1)
         seen = ids < visible[:, None]
         rows = entry_rows(page_rows, torch.where(seen, ids, -1), 32)
-        tile = index_scores(q, head_weights, pool[rows.clamp(min=0)])
+        tile = index_scores(q, head_weights, _keys(pool, rows.clamp(min=0)))
         scores.append(torch.where(seen, tile, float("-inf")))
     ranked = torch.sort(torch.cat(scores, 1), dim=1, descending=True, stable=True).indices[:, :topk]
     end = torch.iinfo(torch.int64).max

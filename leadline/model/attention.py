@@ -2,24 +2,19 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from leadline.config import ModelConfig, Ratio
 from leadline.kernels.attend import attend
-from leadline.kernels.compress import (
-    Gating,
-    csa_entries,
-    csa_index_keys,
-    gate_rows,
-    hca_entries,
-    hca_fold,
-)
+from leadline.kernels.compress import Gating, Pieces, close_csa, gate_rows, hca_fold
 from leadline.kernels.output import grouped_output
-from leadline.kernels.project import project, row_product
-from leadline.kernels.query import index_query, query
-from leadline.kernels.rowwise import high, rms_norm
+from leadline.kernels.packed import KvPool
+from leadline.kernels.project import project, wide_product
+from leadline.kernels.query import index_query
+from leadline.kernels.rowwise import rms_norm
 from leadline.kernels.select import entry_rows, select
-from leadline.kernels.store import store
+from leadline.kernels.store import query_and_store
 from leadline.model.batch import Batch
 from leadline.model.rows import StepRows
 from leadline.model.state import CSA_PER_PAGE, State
@@ -53,9 +48,11 @@ class Attention:
         turns = rows.swa_turns if self.ratio == Ratio.SWA else rows.compressed_turns
         latent, kv = project(x, self.wqkv_a).split([c.q_lora_rank, c.head_dim], -1)
         latent = rms_norm(latent, self.q_norm, c.rms_norm_eps)
-        q = query(project(latent, self.wq_b).unflatten(-1, (-1, c.head_dim)), turns.tokens, c.rms_norm_eps)
+        q = project(latent, self.wq_b).unflatten(-1, (-1, c.head_dim))
         window = state.window[self.layer]
-        store(kv, self.kv_norm, turns.tokens, c.rms_norm_eps, self.native, window, state.window_scratch)
+        q = query_and_store(
+            q, kv, self.kv_norm, turns.tokens, c.rms_norm_eps, self.native, window, state.window_scratch
+        )
         entries, chosen = None, None
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)
@@ -77,14 +74,14 @@ class CsaCompressor:
         self.index_wq_b = weights.matrix(f"{indexer}.wq_b")
         self.head_weights = weights.matrix(f"{indexer}.weights_proj").data
 
-    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[KvPool, Tensor]:
         """Close windows, then choose: (the layer's entries, entry rows [T, index_topk])."""
         self._compress(x, batch, rows, state)
         c = self.config
         q = project(latent, self.index_wq_b).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         ids = select(
             index_query(q, rows.compressed_turns.tokens, self.native),
-            row_product(high(x), high(self.head_weights)),
+            wide_product(x, self.head_weights),
             state.index_keys[self.rank],
             rows.pages,
             rows.csa_visible,
@@ -96,15 +93,19 @@ class CsaCompressor:
     def _compress(self, x: Tensor, batch: Batch, rows: StepRows, state: State) -> None:
         pending = state.pending[self.rank]
         first = state.pending_scratch
-        pending[first : first + len(x)] = gate_rows(x, batch.positions, self.gating)
-        if len(batch.closing_rows) == 0:
-            return
-        main, index = pending.split([4 * len(self.norm), 4 * len(self.index_norm)], 1)
-        shared = (rows.compressed_turns.closing, self.config.rms_norm_eps, x.dtype, self.native)
-        entries = csa_entries(main, batch.closing_rows, self.norm, *shared)
-        keys = csa_index_keys(index, batch.closing_rows, self.index_norm, *shared)
-        state.csa_entries[self.rank][batch.closing_entries] = entries
-        state.index_keys[self.rank][batch.closing_entries] = keys
+        gate_rows(x, self.gating, pending[first : first + len(x)])
+        if len(batch.closing_rows):
+            close_csa(
+                pending,
+                batch.closing_rows,
+                self.gating,
+                (self.norm, self.index_norm),
+                rows.compressed_turns.closing,
+                self.config.rms_norm_eps,
+                self.native,
+                (state.csa_entries[self.rank], state.index_keys[self.rank]),
+                batch.closing_entries,
+            )
 
 
 class HcaCompressor:
@@ -117,18 +118,30 @@ class HcaCompressor:
         self.gating = _gating(weights, Ratio.HCA, (name,))
         self.norm = weights.wide(f"{name}.norm.weight")
 
-    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[KvPool, Tensor]:
         """Fold the step's tokens into their windows: (the layer's entries, entry rows [T, K])."""
-        folds = state.folds[self.rank]
-        raw = gate_rows(x, batch.positions, self.gating)
-        states = hca_fold(raw, batch.piece_firsts, batch.piece_counts, batch.longest_piece, folds, batch.piece_slots)
-        folds[state.fold_scratch : state.fold_scratch + len(states)] = states
-        if len(batch.full_pieces):
-            turn = rows.compressed_turns.full
-            full = states[batch.full_pieces]
-            entries = hca_entries(full, self.norm, turn, self.config.rms_norm_eps, x.dtype, self.native)
-            state.hca_entries[self.rank][batch.full_pages] = entries
-        return state.hca_entries[self.rank], rows.hca
+        pool = state.hca_entries[self.rank]
+        raw = torch.empty(len(x), len(self.gating.matrix), dtype=self.gating.ape.dtype, device=x.device)
+        gate_rows(x, self.gating, raw)
+        hca_fold(
+            raw,
+            batch.positions,
+            self.gating,
+            _pieces(batch),
+            state.folds[self.rank],
+            state.fold_scratch,
+            self.norm,
+            rows.compressed_turns.full,
+            self.config.rms_norm_eps,
+            self.native,
+            pool,
+        )
+        return pool, rows.hca
+
+
+def _pieces(batch: Batch) -> Pieces:
+    b = batch
+    return Pieces(b.piece_firsts, b.piece_counts, b.piece_slots, b.full_pieces, b.full_pages, b.longest_piece)
 
 
 def _gating(weights: WeightStore, ratio: Ratio, names: Sequence[str]) -> Gating:

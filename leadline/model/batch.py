@@ -76,3 +76,5 @@ class Batch:
     """The same for HCA."""
     longest_piece: int
     """The largest of `piece_counts`."""
+    expert_counts: Tensor | None = None
+    """[L, E] how often each layer chose each expert, to be added to; None where nobody counts."""

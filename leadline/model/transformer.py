@@ -5,10 +5,9 @@ from torch import Tensor
 
 from leadline.config import ModelConfig, Ratio
 from leadline.kernels.mix import final_collapse
-from leadline.kernels.project import row_product
-from leadline.kernels.rowwise import high
+from leadline.kernels.project import wide_product
 from leadline.model.batch import Batch
-from leadline.model.layer import Layer
+from leadline.model.layer import Boundary, Layer
 from leadline.model.rows import StepRows
 from leadline.model.state import State, gate_dtype
 from leadline.model.weights import WeightStore
@@ -37,12 +36,13 @@ class Transformer:
         """
         rows = StepRows.of(batch, state, self.swa_frequencies, self.compressed_frequencies)
         streams = self.embed[batch.ids][:, None].expand(-1, self.config.hc_mult, -1)
+        boundary = Boundary(streams)
         for layer in self.layers:
-            streams = layer.forward(streams, batch, rows, state)
-        return self.logits(streams[batch.logit_rows])
+            boundary = layer.forward(boundary, batch, rows, state)
+        return self.logits(boundary.closed()[batch.logit_rows])
 
     def logits(self, streams: Tensor) -> Tensor:
         """Streams [N, n, d] -> vocabulary logits [N, V] in fp32."""
         c = self.config
         hidden = final_collapse(streams, self.mixing, self.norm, c.hc_eps, c.rms_norm_eps)
-        return row_product(high(hidden), high(self.head))
+        return wide_product(hidden, self.head)

@@ -1,0 +1,176 @@
+"""The experts' kernels at V4-Flash size: correctness against the definition in fp64, and times against floors."""
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import READ_BANDWIDTH, attempt, check, table, time_us
+from leadline.kernels import experts as definition
+from leadline.kernels.gpu import experts_fp4
+from leadline.kernels.gpu.experts import routed_experts, shared_expert
+from leadline.kernels.gpu.experts_arrange import arrange
+from leadline.kernels.gpu.experts_fp4 import Shape, routed_fp4
+from leadline.kernels.gpu.experts_rows import summed_pairs
+from leadline.kernels.gpu.experts_tiles import tiles_by_expert
+from leadline.kernels.gpu.quantize import quantize_rows
+from leadline.kernels.project import Weight
+
+HIDDEN, WIDTH, EXPERTS, ACTIVE, LIMIT = 4096, 2048, 256, 6, 10.0
+EXPERT_BYTES = 3 * HIDDEN * WIDTH * 17 / 32
+
+
+def stack(rows: int, columns: int) -> tuple[Weight, Weight]:
+    """A random packed stack, in checkpoint order and arranged."""
+    data = torch.randint(-128, 128, (EXPERTS, rows, columns // 2), dtype=torch.int8, device="cuda")
+    # products of about unit size: e2m1 codes have a standard deviation of about 3
+    middle = 127 - round(0.5 * torch.tensor(columns * 9.0).log2().item())
+    scale = torch.randint(middle - 1, middle + 2, (EXPERTS, rows, columns // 32), dtype=torch.uint8, device="cuda")
+    scale = scale.view(torch.float8_e8m0fnu)
+    words = torch.empty(EXPERTS, rows, columns // 8, dtype=torch.int32, device="cuda")
+    row_words = torch.empty(EXPERTS, rows, columns // 128, dtype=torch.int32, device="cuda")
+    for expert in range(EXPERTS):
+        moved = arrange(data[expert], scale[expert])
+        assert moved is not None
+        words[expert], row_words[expert] = moved
+    return Weight(data, scale, True), Weight(words, row_words, True)
+
+
+def batch(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations, chosen experts (uniform) and their weights."""
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(ACTIVE).indices
+    weights = torch.rand(tokens, ACTIVE, device="cuda")
+    return x, chosen, weights / weights.sum(1, keepdim=True) * 1.5
+
+
+def exact(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight) -> Tensor:
+    """The definition in fp64, but with the rounding of hidden rows to bf16 and fp8 as native numerics do it."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    x = definition.round_input(x, w13).double()
+    for expert in chosen.unique().tolist():
+        token, rank = (chosen == expert).nonzero(as_tuple=True)
+        both = (x[token] @ w13.expert(expert).dense(torch.float64).T).bfloat16()
+        hidden = (definition.clamped_swiglu(both, LIMIT) * weights[token, rank, None]).bfloat16()
+        hidden = definition.round_input(hidden, w2).double()
+        out[token] += hidden @ w2.expert(expert).dense(torch.float64).T
+    return out
+
+
+def warm(calls: list) -> None:
+    """Compile what `calls` launch, side by side."""
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda call: attempt("compile", call), calls))
+    torch.cuda.synchronize()
+
+
+def reached(tokens: int, us: float, hit: float) -> list[object]:
+    """Tokens, us, and what was reached of bandwidth and of matrix rate."""
+    floor = hit * EXPERT_BYTES / READ_BANDWIDTH * 1e6
+    return [us, hit * EXPERT_BYTES / us / 1e6, floor / us, 6 * tokens * ACTIVE * HIDDEN * WIDTH / us / 1e6]
+
+
+def correctness(w13: Weight, w2: Weight, a13: Weight, a2: Weight, shapes: dict) -> None:
+    """Both kinds of kernel against the definition; fp8 sums of 128 products keep about 14 bits."""
+    for tokens in (1, 16, 128, 512):
+        one = batch(tokens, 99)
+        want = exact(*one, w13, w2)
+
+        def compare(name: str, call, want: Tensor = want) -> None:
+            attempt(name, lambda: check(name, call(), want, 0.02))
+
+        compare(f"plain {tokens}", lambda one=one: routed_experts(*one, w13, w2, LIMIT))
+        compare(f"fp4 {tokens}", lambda one=one: routed_fp4(*one, a13, a2, LIMIT))
+        for shape in dict.fromkeys(shapes[64 if tokens < 200 else 4096]):
+            if shape and tokens in (16, 512):
+                compare(f"fp4 {tokens} {shape}", lambda one=one, s=shape: routed_fp4(*one, a13, a2, LIMIT, s))
+
+
+def timed(tokens: int, sets: list, plain: tuple, arranged: tuple, shapes: list) -> list[list[object]]:
+    """Lines of the table for one number of tokens."""
+    hit = sum(len(b[1].unique()) for b in sets) / len(sets)
+    launches = 16 if tokens < 1000 else 2
+    lines = []
+
+    def measure(name: str, call) -> None:
+        us = attempt(name, lambda: time_us(call, len(sets), launches))
+        if us:
+            lines.append([tokens, name, *reached(tokens, us, hit)])
+
+    measure("plain", lambda i: routed_experts(*sets[i], *plain, LIMIT))
+    for shape in shapes:
+        name = f"{shape.width},{shape.groups},{shape.units},{shape.slots}" if shape else "fp4"
+        measure(name, lambda i, s=shape: routed_fp4(*sets[i], *arranged, LIMIT, s))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    w13, a13 = stack(2 * WIDTH, HIDDEN)
+    w2, a2 = stack(HIDDEN, WIDTH)
+    sizes = (1, 4, 16, 64, 128, 4096)
+    shapes = {tokens: [None] for tokens in sizes}
+    if options.sweep:
+        shapes |= {64: [None, Shape(8, 1, 2, 3), Shape(8, 1, 2, 5), Shape(16, 1, 2, 4)],
+                   4096: [None, Shape(64, 2, 1, 4), Shape(128, 1, 1, 3), Shape(128, 2, 1, 3)]}  # fmt: skip
+    batches = {tokens: [batch(tokens, seed) for seed in range(8 if tokens < 16 else 2)] for tokens in sizes}
+    warm([lambda s=s, b=batches[t][0]: routed_fp4(*b, a13, a2, LIMIT, s) for t in sizes for s in shapes[t]]
+         + [lambda b=batches[t][0]: routed_experts(*b, w13, w2, LIMIT) for t in sizes])  # fmt: skip
+    correctness(w13, w2, a13, a2, shapes)
+    rows = [line for tokens in sizes for line in timed(tokens, batches[tokens], (w13, w2), (a13, a2), shapes[tokens])]
+    table("routed experts, Flash", ["tokens", "kernel", "us", "TB/s", "of floor", "TFLOP/s"], rows)
+    parts(batches, a13, a2)
+    shared()
+
+
+def parts(batches: dict, a13: Weight, a2: Weight) -> None:
+    """Where the time of one call goes."""
+    table(
+        "parts, us (products with their rounding)",
+        ["tokens", "tiles", "round x", "round hidden", "gate+up", "down", "sum"],
+        [[tokens, *parts_of(*batches[tokens][0], a13, a2)] for tokens in (1, 64, 4096)],
+    )
+
+
+def parts_of(x: Tensor, chosen: Tensor, weights: Tensor, a13: Weight, a2: Weight) -> list[object]:
+    """Microseconds of each launch."""
+    shape = experts_fp4.shape_for(chosen.numel(), EXPERTS, HIDDEN)
+    tiles = tiles_by_expert(chosen, EXPERTS, shape.width)
+    hidden = torch.randn(tiles.pairs, WIDTH, device="cuda").bfloat16()
+    outputs = torch.randn(tiles.pairs, HIDDEN, device="cuda").bfloat16()
+    product = experts_fp4._product
+    calls = [
+        lambda i: tiles_by_expert(chosen, EXPERTS, shape.width),
+        lambda i: quantize_rows(x),
+        lambda i: quantize_rows(hidden),
+        lambda i: product(x, weights, a13, hidden, tiles, ACTIVE, LIMIT, True, shape),
+        lambda i: product(hidden, weights, a2, outputs, tiles, ACTIVE, LIMIT, False, shape),
+        lambda i: summed_pairs(outputs, ACTIVE),
+    ]
+    return [attempt("part", lambda call=call: time_us(call, 1, 8)) for call in calls]
+
+
+def shared() -> None:
+    """The shared expert in fp8."""
+
+    def matrix(r: int, c: int) -> Weight:
+        data = torch.randn(r, c, device="cuda").to(torch.float8_e4m3fn)
+        scale = torch.full((r // 128, c // 128), 121, dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
+        return Weight(data, scale, True)
+
+    copies = [(matrix(2 * WIDTH, HIDDEN), matrix(HIDDEN, WIDTH)) for _ in range(6)]
+    size, lines = 3 * HIDDEN * WIDTH, []
+    for tokens in (1, 16, 64, 4096):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        us = attempt("shared", lambda x=x: time_us(lambda i: shared_expert(x, *copies[i], LIMIT), 6, 12))
+        if us:
+            lines.append([tokens, us, size / us / 1e6, 2 * tokens * size / us / 1e6])
+    table("shared expert, fp8", ["tokens", "us", "TB/s", "TFLOP/s"], lines)
+
+
+if __name__ == "__main__":
+    main()

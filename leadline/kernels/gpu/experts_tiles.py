@@ -1,0 +1,116 @@
+"""Which rows of weights meet which tokens: (token, expert) pairs sorted by expert and cut into tiles, on the device."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAIRS_PER_PROGRAM = 256
+"""One program places that many pairs: up to 42 tokens of 6 experts take a single launch."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Pairs in the order of their experts, cut into tiles of at most `width` pairs of one expert.
+
+    `order` int32 [pairs]: place -> pair, a pair being `token * active + rank`. `records` int32 [3, most]: each tile's
+    expert, first place and number of pairs. `most` is a bound that shapes give; the tiles beyond the last have 0 pairs.
+    """
+
+    pairs: int
+    most: int
+    order: Tensor
+    records: Tensor
+
+
+def most_tiles(pairs: int, experts: int, width: int) -> int:
+    """The largest number of tiles of `pairs`: an expert that is hit has at most one that is not full."""
+    return min(pairs, min(pairs, experts) + pairs // width)
+
+
+def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
+    """`chosen` [T, k] (integers, 0 .. experts - 1, k different ones a token) -> its tiles; the order is stable."""
+    pairs = chosen.numel()
+    most = most_tiles(pairs, experts, width)
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    records = torch.empty(3, most, dtype=torch.int32, device=chosen.device)
+    b_pairs = min(PAIRS_PER_PROGRAM, max(32, triton.next_power_of_2(pairs)))
+    blocks = triton.cdiv(pairs, b_pairs)
+    b_experts = triton.next_power_of_2(max(experts, 16))
+    counts = torch.empty(blocks, b_experts, dtype=torch.int32, device=chosen.device)
+    if blocks > 1:
+        _count[(blocks,)](chosen, counts, pairs, b_pairs, b_experts)
+    _place[(blocks,)](chosen, counts, order, records, pairs, blocks, most, width, b_pairs, b_experts)
+    return Tiles(pairs, most, order, records)
+
+
+@triton.jit
+def _histogram(p_chosen, i_block, pairs, b_pairs: tl.constexpr, b_experts: tl.constexpr):
+    """Pairs of each expert in a block of pairs: int32 [b_experts]."""
+    o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
+    m_pair = o_pair < pairs
+    b_expert = tl.load(p_chosen + o_pair, mask=m_pair, other=0).to(tl.int32)
+    return tl.histogram(b_expert, b_experts, mask=m_pair)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(p_chosen, p_counts, pairs, b_pairs: tl.constexpr, b_experts: tl.constexpr):
+    i_block = tl.program_id(0)
+    counts = _histogram(p_chosen, i_block, pairs, b_pairs, b_experts)
+    tl.store(p_counts + i_block * b_experts + tl.arange(0, b_experts), counts)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "most"])
+def _place(
+    p_chosen,
+    p_counts,
+    p_order,
+    p_records,
+    pairs,
+    blocks,
+    most,
+    width: tl.constexpr,
+    b_pairs: tl.constexpr,
+    b_experts: tl.constexpr,
+):
+    """Each pair finds its own place, and the first pair of a tile writes the tile's record: nothing is sorted."""
+    i_block = tl.program_id(0)
+    o_expert = tl.arange(0, b_experts)
+    if blocks == 1:
+        b_count = _histogram(p_chosen, 0, pairs, b_pairs, b_experts)
+        b_earlier = tl.zeros([b_experts], tl.int32)
+    else:
+        b_count = tl.zeros([b_experts], tl.int32)
+        b_earlier = tl.zeros([b_experts], tl.int32)
+        for block in range(blocks):
+            b_block = tl.load(p_counts + block * b_experts + o_expert)
+            b_count += b_block
+            b_earlier += tl.where(block < i_block, b_block, 0)
+    b_tiles = (b_count + width - 1) // width
+    b_first_place = tl.cumsum(b_count) - b_count
+    b_first_tile = tl.cumsum(b_tiles) - b_tiles
+
+    o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
+    m_pair = o_pair < pairs
+    b_expert = tl.load(p_chosen + o_pair, mask=m_pair, other=0).to(tl.int32)
+    b_rank = tl.gather(b_earlier, b_expert, 0)
+    for start in tl.static_range(0, b_pairs, 32):
+        o_other = i_block * b_pairs + start + tl.arange(0, 32)
+        b_other = tl.load(p_chosen + o_other, mask=o_other < pairs, other=-1).to(tl.int32)
+        before = (b_other[None, :] == b_expert[:, None]) & (o_other[None, :] < o_pair[:, None])
+        b_rank += tl.sum(before.to(tl.int32), 1)
+    b_place = tl.gather(b_first_place, b_expert, 0) + b_rank
+    tl.store(p_order + b_place, o_pair, mask=m_pair)
+
+    leads = m_pair & (b_rank % width == 0)
+    p_record = p_records + tl.gather(b_first_tile, b_expert, 0) + b_rank // width
+    tl.store(p_record, b_expert, mask=leads)
+    tl.store(p_record + most, b_place, mask=leads)
+    tl.store(p_record + 2 * most, tl.minimum(tl.gather(b_count, b_expert, 0) - b_rank, width), mask=leads)
+    if i_block == 0:
+        total = tl.sum(b_tiles)
+        for tile in range(0, most, b_pairs):
+            o_tile = tile + tl.arange(0, b_pairs)
+            tl.store(p_records + 2 * most + o_tile, 0, mask=(o_tile >= total) & (o_tile < most))

@@ -1,0 +1,161 @@
+"""The whole engine on a GPU: against itself on the CPU, against `transformers`, and against known answers.
+
+    python -m tests.gpu.check_engine
+
+A script, since a GPU machine may have no pytest. Prints a line for each check and ends with 1 if one is bad.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from huggingface import HuggingFace
+from models import native_weights, random_config, random_reference
+
+from leadline import LLM, SamplingParams
+from leadline.checkpoint.names import WeightFormat
+from leadline.checkpoint.writer import write_native
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
+PROMPTS = (
+    "Once upon a time",
+    "The three",
+    "Max was very kind, and everyone knew it. Every morning he ate honey and looked out of the window. " * 12,
+    "a",
+)
+EXACT_ERROR = 1e-3
+"""Of a log-probability in fp32, against another implementation in fp32: sums in another order."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--configs", type=int, default=6, help="random models to compare with transformers")
+    parser.add_argument("--seconds", type=float, default=20, help="of random batches")
+    arguments = parser.parse_args()
+    checks: dict[str, Callable[[], Iterator[str]]] = {
+        "greedy tokens as on the CPU": tokens_as_on_the_cpu,
+        "transformers on the GPU": lambda: as_transformers(arguments.configs),
+        "any batch, any cut, any prefix": lambda: any_batch(arguments.seconds),
+        "native numerics": native,
+    }
+    bad = 0
+    for name, check in checks.items():
+        begin = time.monotonic()
+        try:
+            problems = list(check())
+        except Exception:
+            problems = [traceback.format_exc()[-1500:]]
+        bad += bool(problems)
+        print("BAD" if problems else "OK ", name, f"({time.monotonic() - begin:.0f} s)", *problems[:6], flush=True)
+    sys.exit(1 if bad else 0)
+
+
+def exact(device: str, **options: object) -> LLM:
+    """The built-in model in fp32 and exact numerics."""
+    return LLM(device=device, dtype="float32", numerics="exact", **options)
+
+
+def tokens_as_on_the_cpu() -> Iterator[str]:
+    """Greedy tokens and their log-probabilities, batched and with prompts cut into chunks."""
+    wanted = exact("cpu").generate(PROMPTS, GREEDY)
+    got = exact("cuda", chunk_tokens=40).generate(PROMPTS, GREEDY)
+    for prompt, want, have in zip(PROMPTS, wanted, got, strict=True):
+        if want.token_ids != have.token_ids:
+            yield f"{prompt[:20]!r}: {have.token_ids[:12]} instead of {want.token_ids[:12]}"
+        pairs = zip(want.logprobs or (), have.logprobs or (), strict=False)
+        error = max(abs(a.logprob - b.logprob) for a, b in pairs)
+        if error > EXACT_ERROR:
+            yield f"{prompt[:20]!r}: log-probabilities differ by {error:.1e}"
+
+
+def as_transformers(configs: int) -> Iterator[str]:
+    """Log-probabilities of prompt tokens of random small models, next to `transformers` on the same GPU in fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for number in range(configs):
+        raw = random_config(random.Random(number))
+        reference = random_reference(raw, seed=number)
+        oracle = HuggingFace(raw, reference)
+        oracle.model.cuda()
+        ids = torch.randint(0, raw["vocab_size"], (300,), generator=torch.Generator().manual_seed(number))
+        with torch.inference_mode():
+            logits = oracle.model(ids[None].cuda(), use_cache=False).logits[0].float()
+        want = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None].cuda())[:, 0].cpu()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model"
+            write_native(path, raw, native_weights(reference).items(), WeightFormat("fp32", "fp32"))
+            llm = LLM(str(path), device="cuda", dtype="float32", numerics="exact", chunk_tokens=77, state_bytes=1 << 28)
+            params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+            found = llm.generate([ids.numpy()], params)[0].prompt_logprobs
+        assert found is not None
+        have = torch.tensor([entry.logprob for entry in found[1:] if entry is not None])
+        error = (have - want).abs()
+        if not bool((error <= EXACT_ERROR).all()):
+            first = int(torch.nonzero(~(error <= EXACT_ERROR))[0])
+            share = float((error > EXACT_ERROR).float().mean())
+            yield f"config {number} {raw['compress_ratios']}: from {first} on, {share:.1%}, {error.max():.1e}"
+
+
+def any_batch(seconds: float) -> Iterator[str]:
+    """Random requests in random company give the tokens that each gives alone."""
+    alone, together = exact("cuda", prefix_cache=False), exact("cuda", chunk_tokens=64, max_running=24)
+    rng, end, runs = random.Random(0), time.monotonic() + seconds, 0
+    known: dict[tuple[int, ...], list[int]] = {}
+    stems = [[rng.randrange(3, 3000) for _ in range(rng.choice((5, 130, 400)))] for _ in range(4)]
+    while time.monotonic() < end:
+        prompts = [
+            [*rng.choice(stems)[: rng.randint(1, 400)], *(rng.randrange(3, 3000) for _ in range(rng.randint(1, 30)))]
+            for _ in range(rng.randint(1, 30))
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        for prompt, result in zip(prompts, together.generate(prompts, params), strict=True):
+            key = tuple(prompt)
+            if key not in known and len(known) < 200:
+                known[key] = alone.generate([prompt], params)[0].token_ids
+            if key in known and known[key] != result.token_ids:
+                yield f"run {runs}, a prompt of {len(prompt)}: {result.token_ids} instead of {known[key]}"
+        runs += 1
+    if problems := together.engine.problems():
+        yield str(problems)
+
+
+def native() -> Iterator[str]:
+    """Weights as stored, fp8 rows, fp4 index keys: tasks that the model knows are answered, and nothing is NaN."""
+    try:
+        from leadline.chat import ChatFormat
+    except ImportError as error:  # the machine may lack the chat format's package
+        print(f"    no tasks: {error}")
+        return
+    from leadline.cli.eval import answer_room, token_measure
+    from leadline.tasks.suite import tasks
+    from leadline.tasks.task import mark, read_answer
+
+    llm = LLM(device="cuda", numerics="native")
+    format, measure = ChatFormat(llm.tokenizer, llm.engine.model.eos_token_ids), token_measure(llm)
+    for kind, length in (("recall", 128), ("recall", 1000), ("copy", 32), ("arithmetic", 0), ("tool", 0)):
+        asked = tasks(kind, 0, 24, length, measure)
+        prompts = [format.prompt(task.body) for task in asked]
+        params = [SamplingParams(temperature=0.0, max_tokens=answer_room(task.expected, measure)) for task in asked]
+        results = llm.generate([prompt.token_ids for prompt in prompts], params)
+        right = sum(
+            mark(task, read_answer(format, prompt, result.token_ids, result.finish_reason or "length"))
+            for task, prompt, result in zip(asked, prompts, results, strict=True)
+        )
+        print(f"    {kind} {length or ''}: {right} of {len(asked)} right")
+        if right < 0.8 * len(asked):
+            yield f"{kind} {length}: {right} of {len(asked)}"
+    begin = time.monotonic()
+    llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    print(f"    {(time.monotonic() - begin) * 10:.2f} ms a token for one request")
+
+
+if __name__ == "__main__":
+    main()
