@@ -63,13 +63,20 @@ class Live:
 def serving(engine: Generation, model: ServedModel, keys: Sequence[str] = (), seconds: int = 2) -> Iterator[Live]:
     """Serve an engine until the end of the block."""
     app = create_app(engine, model, keys)
-    ready = threading.Event()
-    server = Server(app, seconds, on_ready=ready.set)
+    server = Server(seconds)
     listener = bind("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=[[listener]], daemon=True)
+
+    async def main() -> None:
+        await server.open(app)
+        await server.serve([listener])
+
+    thread = threading.Thread(target=asyncio.run, args=[main()], daemon=True)
     thread.start()
     try:
-        assert ready.wait(30), "the server did not start"
+        deadline = time.monotonic() + 30
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         yield Live(url, engine, model, app.state.requests, server)
     finally:

@@ -1,6 +1,8 @@
 """/v1/completions through the official client, and the endpoints about models and tokens."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +151,25 @@ def test_the_edges_of_max_tokens(live: Live) -> None:
         create(live, prompt=[*prompt, 9], max_tokens=1)
 
 
+def test_a_long_text_is_encoded_without_holding_others_up() -> None:
+    model, gaps, done = served_model(), [0.0], threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    assert len(model.encode("word " * 200_000)) == 200_003
+    seconds = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    assert max(gaps) < seconds / 2
+
+
 def test_an_empty_text_runs_on_bos_alone(live: Live) -> None:
     assert create(live, prompt="").usage.prompt_tokens == 1
 
@@ -167,6 +188,7 @@ def test_bytes_that_are_no_character_are_the_same_streamed_and_whole() -> None:
 def test_models(live: Live) -> None:
     assert [model.id for model in live.openai.models.list()] == ["tiny", "org/tiny"]
     card = live.openai.models.retrieve("org/tiny")
+    assert time.time() - 3600 < card.created <= time.time()
     assert card.max_model_len == live.model.max_context  # type: ignore[attr-defined]
     assert create(live, prompt="a", model="org/tiny").model == "tiny"
 

@@ -10,6 +10,7 @@ from servers import Live, ScriptedEngine, live_server, served_model, serving
 
 from leadline.engine.async_engine import EngineStopped
 from leadline.engine.scheduler import QueueFull
+from leadline.server.app import BODY_BYTES, BODY_BYTES_PER_TOKEN
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -46,6 +47,9 @@ COMPLETIONS: list[tuple[Any, int, str]] = [
     ({"prompt": [[0, 5], []]}, 400, "empty"),
     ({"prompt": ["a", 3]}, 400, "prompt"),
     ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": ["a"] * 100, "n": 100}, 400, "100 prompts with n = 100; allowed: 2048"),
+    ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", 400, "nested too deeply"),
+    (b'{"prompt": "\xff"}', 400, "UTF-8"),
     ({"prompt": [-1]}, 400, r"[-1]"),
     ({"prompt": [3071, 3072, 99999]}, 400, r"[3072, 99999]"),
     ({"prompt": [2**70]}, 400, "token ids"),
@@ -83,6 +87,14 @@ def test_a_bad_completion_is_refused_and_the_next_one_runs(live: Live, body: Any
     works(live)
 
 
+def nested(depth: int) -> Any:
+    """A schema of arrays in arrays."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 BAD_CHATS: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": None}, 400, "messages"),
     ({"messages": []}, 400, "messages"),
@@ -106,7 +118,16 @@ BAD_CHATS: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": {"type": "banana"}}, 400, "banana"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}}, 400, ""),
     ({"response_format": {"type": "regex", "regex": "(["}}, 400, "Unclosed"),
+    ({"response_format": {"type": "regex", "regex": "a*" * 300}}, 400, "the regex has 600 characters; allowed: 512"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 150_000]}}}},
+        400,
+        "allowed: 131072",
+    ),
     ({"response_format": {"type": "json_object"}}, 400, "json"),
+    ({"messages": [{"role": "user", "content": nested(900)}]}, 400, "nested too deeply"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(300)}}}, 400, "nested"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": nested(300)}}]}, 400, "nested"),
     ({"messages": [{"role": "user", "content": "x " * 3000}]}, 400, "the context is 1024"),
 ]
 
@@ -144,11 +165,13 @@ def test_the_official_client_raises_its_own_exceptions(live: Live) -> None:
         live.openai.completions.create(model="tiny", prompt="a", max_tokens=2000, stream=True)
 
 
-def test_a_body_beyond_the_limit_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leadline.server.app.MOST_BODY_BYTES", 1000)
-    status, error = post(live, "/v1/completions", {"prompt": "a" * 1000})
+def test_a_body_beyond_what_the_context_could_hold_is_refused(live: Live) -> None:
+    most = BODY_BYTES + 1024 * BODY_BYTES_PER_TOKEN
+    status, error = post(live, "/v1/completions", {"prompt": "a" * most})
     assert (status, error["code"]) == (413, "body_too_long")
     works(live)
+    status, error = post(live, "/v1/completions", {"prompt": "a" * (most - 100)})
+    assert (status, error["code"]) == (400, "invalid_value")
 
 
 def test_unknown_fields_and_nulls_are_ignored(live: Live) -> None:
@@ -173,6 +196,10 @@ def test_keys() -> None:
                 assert response.json()["error"]["type"] == "authentication_error"
         assert [live.http.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
         assert live.http.get("/v1/models").status_code == 401
+        broken = live.http.post("/v1/completions", content="{broken")
+        assert broken.status_code == 401, "what strangers send is not read"
+        with pytest.raises(openai.AuthenticationError):
+            live.openai.models.list()
 
 
 @pytest.mark.parametrize(

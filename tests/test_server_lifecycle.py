@@ -4,20 +4,23 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
-from servers import Live, live_server, served_model
+from servers import Live, ScriptedEngine, live_server, served_model, serving
 
 from leadline.cli.serve import bind, read_keys
 from leadline.config import EngineConfig
@@ -141,6 +144,39 @@ def test_one_slow_reader_holds_nobody_up(live: Live) -> None:
     assert live.idle()
 
 
+class EndlessEngine(ScriptedEngine):
+    """Says a lot for as long as it is asked for more."""
+
+    updates = 0
+
+    async def generate(self, prompt: Any, params: Any, priority: int = 0, salt: str = "") -> AsyncGenerator[Any, None]:
+        """Ends for a single token alone, which is what the server asks for at its start."""
+        request = SimpleNamespace(choice=0, reused=0, stop_reason=None)
+        while True:
+            self.updates += 1
+            yield SimpleNamespace(
+                request=request, tokens=[300], text="x" * 50_000, logprobs=None, prompt_logprobs=None,
+                finish_reason="length" if params.max_tokens == 1 else None,
+            )  # fmt: skip
+            if params.max_tokens == 1:
+                return
+            await asyncio.sleep(0)
+
+
+def test_a_reader_that_has_stopped_is_not_written_for() -> None:
+    engine = EndlessEngine()
+    with serving(engine, served_model()) as live:
+        connection = begin(live, stream=True)
+        seen = -1
+        while seen != engine.updates:
+            seen = engine.updates
+            time.sleep(0.3)
+        assert 1 < engine.updates < 400, "20 MB: more than the kernel's buffers for a connection"
+        assert live.requests._running
+        connection.close()
+        assert live.idle()
+
+
 def test_many_streams_with_random_ends_leave_nothing_behind(live: Live) -> None:
     rng = random.Random(5)
 
@@ -177,12 +213,12 @@ def test_a_killed_engine_is_told_to_everyone_at_once() -> None:
     async def main() -> None:
         config = EngineConfig(model=str(BUILT_IN), device="cpu", state_bytes=1 << 26, max_running=8)
         engine = await EngineClient.start(config)
-        app = create_app(engine, served_model(), on_shutdown=engine.close)
-        started = asyncio.Event()
-        server = Server(app, 1, on_ready=started.set)
+        server = Server(1, on_shutdown=engine.close)
         listener = bind("127.0.0.1", 0)
+        await server.open(create_app(engine, served_model()))
         serving = asyncio.create_task(server._serve([listener]))
-        await started.wait()
+        while not server.started:
+            await asyncio.sleep(0.01)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             streamed = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": True}))
@@ -243,6 +279,63 @@ def test_the_command_serves_and_stops_in_order() -> None:
         assert process.wait(20) in (0, -signal.SIGTERM)
         rest = process.stderr.read()
         assert "Traceback" not in rest, rest
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def first_answer(url: str, process: subprocess.Popen[str]) -> httpx.Response:
+    """What a server says as soon as it says anything."""
+    while process.poll() is None:
+        try:
+            return httpx.get(url, timeout=30)
+        except httpx.TransportError:
+            time.sleep(0.02)
+    raise AssertionError("it ended")
+
+
+def test_while_the_model_is_loaded_the_command_lives_and_is_not_ready() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with command("--port", str(port), "--state-memory", "64M", "--device", "cpu") as process:
+        loading = first_answer(f"{url}/ready", process)
+        assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
+        assert int(loading.headers["retry-after"]) > 0
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="being loaded"):
+            client.completions.create(model="tiny", prompt="Once")
+        while (ready := httpx.get(f"{url}/ready")).status_code == 503:
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert ready.json() == {"status": "ready"}
+        assert client.completions.create(model="tiny", prompt="Once", max_tokens=2).choices[0].text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130, -signal.SIGINT)
+
+
+def test_the_command_can_be_stopped_while_it_loads() -> None:
+    port = free_port()
+    with command("--port", str(port), "--device", "cpu") as process:
+        assert first_answer(f"http://127.0.0.1:{port}/ready", process).status_code == 503
+        (engine,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, -signal.SIGTERM)
+        assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "tiny"
+    shutil.copytree(BUILT_IN, broken)
+    (broken / "model.safetensors").write_bytes(b"x" * 100)
+    with command(str(broken), "--port", "0", "--device", "cpu") as process:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "leadline: " in errors and "model.safetensors" in errors
+        assert "Traceback" not in errors
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:

@@ -103,7 +103,7 @@ async def _serve(
     restart: bool,
     grace: int,
 ) -> None:
-    """Start the engine and then the server; both are closed at the end."""
+    """Start the server, and the engine behind it; both are closed at the end."""
     try:
         from leadline.server.app import Server, create_app
         from leadline.server.model import ServedModel
@@ -114,14 +114,36 @@ async def _serve(
     ServedModel.from_folder(folder, names, 0)
     listener = bind(host, port)
     url = f"http://{host}:{listener.getsockname()[1]}"
-    engine = await EngineClient.start(config, restart, progress=sys.stderr.isatty())
+
+    async def load() -> EngineClient:
+        engine = await EngineClient.start(config, restart, progress=sys.stderr.isatty())
+        try:
+            served = ServedModel.from_folder(folder, names, engine.max_context)
+            await server.open(create_app(engine, served, keys))
+        except BaseException:
+            await engine.close()
+            raise
+        introduce(served, engine.memory, url, bool(keys))
+        return engine
+
+    async def unload() -> None:
+        loading.cancel()  # idle if it is done
+        await asyncio.wait({loading})
+        if not loading.cancelled() and loading.exception() is None:
+            await loading.result().close()
+
+    server = Server(grace, unload)
+    loading = asyncio.create_task(load())
+    serving = asyncio.create_task(server.serve([listener]))
     try:
-        served = ServedModel.from_folder(folder, names, engine.max_context)
-        app = create_app(engine, served, keys, on_shutdown=engine.close)
-        server = Server(app, grace, on_ready=lambda: introduce(served, engine.memory, url, bool(keys)))
-        await server.serve([listener])
+        await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and loading.exception() is not None:
+            server.should_exit = True
+        await serving
     finally:
-        await engine.close()
+        await unload()
+    if not loading.cancelled():
+        loading.result()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -2,16 +2,16 @@
 
 import asyncio
 import hmac
-import logging
 import socket
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import uvicorn
 from deepseek_recipe import ChatCompletionRequest
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,48 +22,52 @@ from leadline.server.chat_api import Chat
 from leadline.server.completions import Completion
 from leadline.server.conversation import chat_request
 from leadline.server.engine import Generation, Requests
-from leadline.server.errors import ApiError
+from leadline.server.errors import ApiError, error_response
 from leadline.server.framed import MESSAGES, RESPONSES, Framed, Protocol
 from leadline.server.json_response import JsonResponse
 from leadline.server.metrics import Metrics
 from leadline.server.model import ServedModel
+from leadline.server.pages import page_routes
 from leadline.server.protocol import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from leadline.server.streams import DONE, EventStream, unless_gone
 
-log = logging.getLogger(__name__)
-
-MOST_BODY_BYTES = 64 << 20
 MOST_ID_LENGTH = 128
+BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 32
+"""A body may have so many bytes, and so many more for each token of the context. Prompts that fit are shorter, and
+reading what is longer would only take time from others."""
 
 
-def create_app(
-    engine: Generation,
-    model: ServedModel,
-    keys: Sequence[str] = (),
-    on_shutdown: Callable[[], Awaitable[None]] | None = None,
-) -> FastAPI:
-    """The application. With `keys` clients must send one of them; `on_shutdown` is awaited at the end.
+def create_app(engine: Generation, model: ServedModel, keys: Sequence[str] = ()) -> FastAPI:
+    """The application. With `keys` clients must send one of them.
 
-    `app.state.requests` are the requests that run.
+    `app.state.requests` are the requests that run, `app.state.model` is the model, `app.state.keys` are the keys.
     """
     requests = Requests(engine, Metrics(model.name))
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await requests.prove(model.config.bos_token_id)
-        yield
-        if on_shutdown is not None:
-            await on_shutdown()
-
-    app = FastAPI(title="Leadline", version=leadline.__version__, lifespan=lifespan)
-    app.state.requests = requests
+    app = FastAPI(title="Leadline", version=leadline.__version__)
+    app.state.requests, app.state.model = requests, model
+    app.state.keys = [key.encode() for key in keys]
     errors.install(app)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, most_bytes=BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_context)
     app.include_router(_open_routes(requests, model))
-    guarded = [Depends(_authorisation(keys))] if keys else []
+    app.include_router(page_routes(requests, model))
     for router in (_model_routes(model), _generation_routes(requests, model), _control_routes(requests)):
-        app.include_router(router, dependencies=guarded)
+        app.include_router(router)
     return app
+
+
+class Guarded(APIRoute):
+    """A route for those alone who have a key. It is asked for before the body is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, after a look at the key."""
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            _check_key(request, request.app.state.keys)
+            return await handler(request)
+
+        return guarded
 
 
 def _open_routes(requests: Requests, model: ServedModel) -> APIRouter:
@@ -94,13 +98,14 @@ def _open_routes(requests: Requests, model: ServedModel) -> APIRouter:
 
 def _model_routes(model: ServedModel) -> APIRouter:
     """What the model is, and its tokens."""
-    router = APIRouter()
+    router = APIRouter(route_class=Guarded)
+    created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": 0,
+            "created": created,
             "owned_by": "leadline",
             "root": model.name,
             "parent": None,
@@ -150,7 +155,7 @@ def _tokens(model: ServedModel, body: TokenizeBody) -> list[int]:
 
 def _generation_routes(requests: Requests, model: ServedModel) -> APIRouter:
     """What generates. A client that leaves ends its request."""
-    router = APIRouter()
+    router = APIRouter(route_class=Guarded)
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
@@ -185,7 +190,7 @@ def _generation_routes(requests: Requests, model: ServedModel) -> APIRouter:
 
 def _control_routes(requests: Requests) -> APIRouter:
     """What steers the server."""
-    router = APIRouter()
+    router = APIRouter(route_class=Guarded)
 
     @router.post("/v1/abort")
     async def abort(body: AbortBody) -> Response:
@@ -225,27 +230,22 @@ def _id(request: Request, prefix: str) -> str:
     return f"{prefix}-{asked}"
 
 
-def _authorisation(keys: Sequence[str]) -> Callable[[Request], None]:
-    """A dependency that refuses whoever has none of the keys."""
-    known = [key.encode() for key in keys]
-
-    def check(request: Request) -> None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        bearer = token if scheme.lower() == "bearer" else ""
-        given = (bearer or request.headers.get("x-api-key", "")).encode("utf-8", "replace")
-        if not sum(hmac.compare_digest(given, key) for key in known):  # all are compared: time tells nothing
-            headers = {"WWW-Authenticate": "Bearer"}
-            message = "the API key is missing or wrong"
-            raise ApiError(401, message, "authentication_error", "invalid_api_key", headers=headers)
-
-    return check
+def _check_key(request: Request, keys: Sequence[bytes]) -> None:
+    """Refuse whoever has none of the keys, if there are keys."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    bearer = token if scheme.lower() == "bearer" else ""
+    given = (bearer or request.headers.get("x-api-key", "")).encode("utf-8", "replace")
+    if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all are compared: time tells nothing
+        headers = {"WWW-Authenticate": "Bearer"}
+        message = "the API key is missing or wrong"
+        raise ApiError(401, message, "authentication_error", "invalid_api_key", headers=headers)
 
 
 class BodyLimit:
     """Refuses bodies that are too long, before they are held in memory."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app, self._most_bytes = app, most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -258,37 +258,71 @@ class BodyLimit:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MOST_BODY_BYTES:
-                raise ApiError(413, f"the body has more than {MOST_BODY_BYTES} bytes", code="body_too_long")
+            if seen > self._most_bytes:
+                raise ApiError(413, f"the body has more than {self._most_bytes} bytes", code="body_too_long")
             return message
 
         await self._app(scope, limited, send)
 
 
 class Server(uvicorn.Server):
-    """Serves an application from bound sockets until SIGINT or SIGTERM.
+    """Serves from bound sockets until SIGINT or SIGTERM; until there is an application, that the model is loaded.
 
     Then it takes no more requests and gives those that run `seconds` to finish; what is left gets finish reason
-    "abort". A second SIGINT ends it at once.
+    "abort". A second SIGINT ends it at once. `on_shutdown` is awaited at the end.
     """
 
     GRACE_SECONDS = 5
     """How long clients of aborted requests may take to read their end."""
+    LAG_SECONDS = 0.05
+    """How often the lag of the event loop is measured."""
 
-    def __init__(self, app: FastAPI, seconds: int, on_ready: Callable[[], None]) -> None:
-        grace = seconds + self.GRACE_SECONDS
-        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=grace))
-        self._requests: Requests = app.state.requests
-        self._seconds, self._on_ready = seconds, on_ready
+    def __init__(self, seconds: int, on_shutdown: Callable[[], Awaitable[None]] | None = None) -> None:
+        config = uvicorn.Config(
+            self._call,
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=seconds + self.GRACE_SECONDS,
+        )
+        super().__init__(config)
+        self._app: FastAPI | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        self._seconds, self._on_shutdown = seconds, on_shutdown
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and tell."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
+    async def open(self, app: FastAPI) -> None:
+        """Let clients in to an application whose engine has produced a token. Raises what `Requests.prove` does."""
+        await app.state.requests.prove(app.state.model.config.bos_token_id)
+        self._measuring = asyncio.create_task(self._measure_lag(app.state.requests.metrics))
+        self._app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests finish, and end them when the time is over."""
-        self._requests.stopping = True
-        asyncio.get_running_loop().call_later(self._seconds, self._requests.abort, None)
+        if self._app is not None:
+            requests: Requests = self._app.state.requests
+            requests.stopping = True
+            asyncio.get_running_loop().call_later(self._seconds, requests.abort, None)
         await super().shutdown(sockets)
+        if self._measuring is not None:
+            self._measuring.cancel()
+        if self._on_shutdown is not None:
+            await self._on_shutdown()
+
+    async def _measure_lag(self, metrics: Metrics) -> None:
+        while True:
+            due = time.perf_counter() + self.LAG_SECONDS
+            await asyncio.sleep(self.LAG_SECONDS)
+            metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        answer: ASGIApp
+        if self._app is not None:
+            answer = self._app
+        elif scope["type"] == "http" and scope["path"] == "/health":
+            answer = JsonResponse({"status": "ok"})
+        else:
+            wait = {"Retry-After": str(errors.RETRY_SECONDS)}
+            answer = error_response(ApiError(503, "the model is being loaded", "server_error", "loading", headers=wait))
+        await answer(scope, receive, send)

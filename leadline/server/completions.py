@@ -15,7 +15,7 @@ from leadline.engine.engine import TokenLogprob, as_token_ids
 from leadline.engine.sampling import SamplingParams
 from leadline.server.engine import Piece, Requests
 from leadline.server.model import ServedModel
-from leadline.server.protocol import CompletionBody
+from leadline.server.protocol import MOST_CHOICES, CompletionBody
 from leadline.server.streams import event, merged
 from leadline.server.usage import Usage
 
@@ -62,7 +62,7 @@ class Completion:
         model.check_name(body.model)
         self._requests, self._model, self._body = requests, model, body
         self._params: SamplingParams = body.params(model.defaults)
-        self._given = _prompts(body.prompt)
+        self._given = _prompts(body.prompt, self._params.n)
         self._prompts: list[_Prompt] = []
         self._head = {"id": id, "object": "text_completion", "created": int(time.time()), "model": model.name}
         count = len(self._given) * self._params.n
@@ -140,14 +140,19 @@ class Completion:
         }
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts of a body. Raises ValueError if there is none."""
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]], choices: int) -> list[str | list[int]]:
+    """The prompts of a body, each to have so many choices. Raises ValueError if there is none, or too many."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise ValueError("prompt is an empty list; allowed: a text, token ids, or a list of either")
     texts_or_ids: list[Any] = prompt
-    return [texts_or_ids] if isinstance(prompt[0], int) else texts_or_ids
+    prompts = [texts_or_ids] if isinstance(prompt[0], int) else texts_or_ids
+    if len(prompts) * choices > MOST_CHOICES:
+        raise ValueError(
+            f"prompt holds {len(prompts)} prompts with n = {choices}; allowed: {MOST_CHOICES} choices in all"
+        )
+    return prompts
 
 
 def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:

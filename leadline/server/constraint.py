@@ -10,6 +10,10 @@ from leadline.engine.constraint import Constraint
 MOST_WHITESPACE = 24
 """Between two parts of a JSON value; without a bound a weak model may never come to the second."""
 
+MOST_GRAMMAR_CHARACTERS = 1 << 17
+MOST_REGEX_CHARACTERS = 512
+"""Longer ones may take minutes to compile: the time grows with the square of a grammar, the cube of an expression."""
+
 
 def split_choice(choice: Any) -> tuple[Any, str | None]:
     """(the tool choice that the chat format gets, what the grammar must enforce: None, "required", or a tool's name).
@@ -35,7 +39,7 @@ def answer_constraint(format: ChatFormat, prompt: ChatPrompt, forced: str | None
     """The constraint of an answer: its response format, or the tools it must, or may, call; None if there is none.
 
     `forced` is what `split_choice` says; without `parallel` there is at most one call. Raises ValueError for tools that
-    are not there, and for a schema that makes no grammar.
+    are not there, and for a schema that makes no grammar, or too long a one.
     """
     conversation = prompt.request.conversation
     tools = [_tool(tool) for tool in conversation.tools] if conversation.tool_choice != "none" else []
@@ -52,7 +56,13 @@ def answer_constraint(format: ChatFormat, prompt: ChatPrompt, forced: str | None
         return None
     stage = prompt.request.parsing_options.thinking_initial_stage
     after = format.think_end if stage is not None and stage.starts_in_reasoning() else None
-    constraint = Constraint(json.dumps({"type": "structural_tag", "format": grammar}), after)
+    text = json.dumps({"type": "structural_tag", "format": grammar})
+    if len(text) > MOST_GRAMMAR_CHARACTERS:
+        raise ValueError(
+            f"the schemas that the answer must keep to have {len(text)} characters as a grammar; "
+            f"allowed: {MOST_GRAMMAR_CHARACTERS}"
+        )
+    constraint = Constraint(text, after)
     constraint.check()
     return constraint
 
@@ -77,6 +87,9 @@ def _response(conversation: Any) -> dict[str, Any] | None:
         case "json_schema":
             schema = conversation.response_schema
         case "regex":
+            if len(conversation.response_regex) > MOST_REGEX_CHARACTERS:
+                length = len(conversation.response_regex)
+                raise ValueError(f"the regex has {length} characters; allowed: {MOST_REGEX_CHARACTERS}")
             return {"type": "regex", "pattern": conversation.response_regex}
         case _:
             return None

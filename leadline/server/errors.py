@@ -51,6 +51,10 @@ def api_error(error: Exception) -> ApiError:
             first = error.errors()[0]
             param = _field(first["loc"]) if first["type"] != "json_invalid" else ""
             return ApiError(400, _reasons(error), param=param or None)
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply", code="invalid_value")
+        case HTTPException(status_code=400):  # FastAPI's, for whatever goes wrong while it parses
+            return ApiError(400, "the body is not valid JSON in UTF-8, or nested too deeply")
         case HTTPException():
             message = f"{error.detail}: see /docs for what there is"
             return ApiError(error.status_code, message, code=_code(error.status_code), headers=error.headers)
@@ -78,7 +82,8 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JsonResponse:
         return error_response(error)
 
-    for kind in (Exception, ApiError, RequestValidationError, HTTPException, ValueError, QueueFull, EngineStopped):
+    known = (ApiError, RequestValidationError, HTTPException, ValueError, RecursionError, QueueFull, EngineStopped)
+    for kind in (Exception, *known):
         app.add_exception_handler(kind, answer)
 
 

@@ -10,6 +10,7 @@ from leadline.engine.engine import Stats
 PREFIX = "leadline:"
 FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 INTER_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
@@ -34,6 +35,7 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "From request to first token.", FIRST_TOKEN_SECONDS)
         self.inter_token = histogram("inter_token_latency_seconds", "From token to token.", INTER_TOKEN_SECONDS)
         self.request = histogram("e2e_request_latency_seconds", "From request to last token.", REQUEST_SECONDS)
+        self.loop_lag = histogram("event_loop_lag_seconds", "How late the server's event loop wakes up.", LAG_SECONDS)
         self.finished = Counter(
             PREFIX + "request_success",
             "Choices that ended, by reason; abort: their client left, or asked for it.",

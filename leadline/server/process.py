@@ -1,8 +1,8 @@
-"""The engine in a process of its own: its main program, and the way there from asyncio.
+"""The engine in a process of its own: the way there from asyncio. What runs there is `leadline.server.engine_loop`.
 
     the server's process                                 the engine's process
     EngineClient: starts the engine again if it dies
-      EngineProcess: one engine  -- Generate, Abort -->  between two steps: obey what has arrived
+      EngineProcess: one engine  -- Generate, Abort -->  EngineLoop: between two steps, obeys what has arrived
       _Stream: one call          <-- Updates of a step --  one frame a step, sent without waiting
 
 Both ends see the other's death at once: the kernel closes the socket pair and reports the exit.
@@ -15,21 +15,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leadline.config import EngineConfig
 from leadline.engine.async_engine import EngineStopped
-from leadline.engine.engine import Engine, Stats, Update, as_token_ids
-from leadline.engine.loading import load_engine
-from leadline.engine.request import Request
+from leadline.engine.engine import Stats, as_token_ids
 from leadline.engine.sampling import SamplingParams
 from leadline.engine.scheduler import QueueFull
 from leadline.server.wire import (
@@ -37,7 +33,6 @@ from leadline.server.wire import (
     Abort,
     Answer,
     Ask,
-    Channel,
     Close,
     Failed,
     FromEngine,
@@ -46,10 +41,8 @@ from leadline.server.wire import (
     Question,
     Ready,
     Refused,
-    RemoteRequest,
     RemoteUpdate,
     Start,
-    ToEngine,
     Updates,
     frame,
     from_engine,
@@ -57,7 +50,7 @@ from leadline.server.wire import (
 
 log = logging.getLogger(__name__)
 
-COMMAND = [sys.executable, "-m", "leadline.server.process"]
+COMMAND = [sys.executable, "-m", "leadline.server.engine_loop"]
 LAST_WORDS_SECONDS = 1.0
 """How long, after a process has exited or closed its connection, to wait for the other to say why it ended."""
 CLOSE_SECONDS = 5.0
@@ -69,9 +62,6 @@ LONGEST_DELAY_SECONDS = 60.0
 
 class RequestFailed(RuntimeError):
     """The engine could not compute this request, for a reason that is no fault of the caller. Others go on."""
-
-
-# --------------------------------------------------------------------------------------- the server's process
 
 
 class _Stream:
@@ -285,7 +275,7 @@ class EngineProcess:
         if self._failed is not None:
             return f"the engine {'stopped' if self._ready.done() else 'could not start'}: {self._failed.text}"
         if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
-            return f"the engine's process was ended: what it said made no sense: {_sentence(error)}"
+            return f"the engine's process was ended: what it said made no sense: {type(error).__name__}: {error}"
         if self._closing and status in (None, 0):
             return "the engine was closed"
         if status is None:
@@ -387,6 +377,11 @@ class EngineClient:
         problems: list[str] = await self._process.ask("problems")
         return problems
 
+    async def expert_load(self) -> list[list[int]]:
+        """What `Engine.expert_load` says between two steps."""
+        load: list[list[int]] = await self._process.ask("expert_load")
+        return load
+
     async def reset_cache(self) -> None:
         """Forget every prefix that no running request uses."""
         await self._process.ask("reset_cache")
@@ -423,138 +418,3 @@ class EngineClient:
                 return delay
             except (EngineStopped, OSError, ValueError) as error:
                 log.error("the engine did not start, trying again in %.1f s: %s", delay, error)
-
-
-# --------------------------------------------------------------------------------------- the engine's process
-
-
-class EngineLoop:
-    """Runs an engine for the process at the other end of `channel`: obey, step, tell."""
-
-    def __init__(self, engine: Engine, channel: Channel) -> None:
-        self._engine, self._channel = engine, channel
-        self._requests: dict[int, list[Request]] = {}
-        self._keys: dict[Request, int] = {}
-        self._closing = False
-
-    def run(self) -> None:
-        """Go on until `Close` arrives. Raises EOFError or OSError if the other end is closed, or an engine's bug."""
-        while not self._closing:
-            for message in self._channel.exchange(wait=not self._engine.busy):
-                self._obey(message)
-            if self._engine.busy:
-                self._tell(self._engine.step())
-        for key in list(self._requests):
-            self._abort(key)
-        while self._engine.busy:
-            self._engine.step()
-        self._engine.close()
-
-    def _obey(self, message: ToEngine) -> None:
-        match message:
-            case Generate():
-                self._generate(message)
-            case Abort(key):
-                self._abort(key)
-            case Ask(key, what):
-                self._channel.send(Answer(key, getattr(self._engine, what)()))
-            case Close():
-                self._closing = True
-            case Start():
-                raise AssertionError("an engine starts once")
-
-    def _generate(self, message: Generate) -> None:
-        prompt = np.frombuffer(message.prompt, "<i4").astype(np.int32)
-        try:
-            requests = self._engine.add(prompt, message.params, message.priority, message.salt)
-        except ValueError as error:
-            self._channel.send(Refused(message.key, "ValueError", str(error)))
-        except QueueFull as error:
-            self._channel.send(Refused(message.key, "QueueFull", str(error)))
-        except Exception as error:  # a bug that this prompt brings out must not end the others
-            traceback.print_exc()
-            self._channel.send(Refused(message.key, "RequestFailed", _sentence(error)))
-        else:
-            self._requests[message.key] = requests
-            self._keys |= dict.fromkeys(requests, message.key)
-
-    def _abort(self, key: int) -> None:
-        for request in self._requests.pop(key, []):
-            self._keys.pop(request, None)
-            self._engine.abort(request)
-
-    def _tell(self, updates: list[Update]) -> None:
-        """Send a step's updates, but for requests that were aborted."""
-        remote = [_remote(update, self._keys[update.request]) for update in updates if update.request in self._keys]
-        for error in dict.fromkeys(update.error for update in updates if update.error is not None):
-            traceback.print_exception(error)
-        for update in updates:
-            if update.finish_reason is not None and update.request in self._keys:
-                key = self._keys.pop(update.request)
-                self._requests[key].remove(update.request)
-                if not self._requests[key]:
-                    del self._requests[key]
-        if remote:
-            self._channel.send(Updates(remote))
-
-
-def _remote(update: Update, key: int) -> RemoteUpdate:
-    request = update.request
-    return RemoteUpdate(
-        RemoteRequest(key, request.choice, max(0, request.reused), request.stop_reason),
-        update.tokens,
-        update.text,
-        update.logprobs,
-        update.prompt_logprobs,
-        update.finish_reason,
-        _sentence(update.error) if update.error is not None else None,
-    )
-
-
-def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _exit_with(parent: int) -> NoReturn:
-    """Exit when the parent does, whatever the main thread is doing: loading may take minutes, a step may hang."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _serve(channel: Channel) -> None:
-    """Load the engine that the first message asks for, and run it."""
-    while not (messages := channel.exchange(wait=True)):
-        pass
-    start = messages[0]
-    assert isinstance(start, Start)
-    try:
-        engine = load_engine(start.config, start.progress)
-    except (ValueError, OSError) as error:
-        channel.send(Failed(str(error), for_people=True))
-        channel.finish()
-        sys.exit(1)
-    channel.send(Ready(engine.max_context, engine.memory.rows()))
-    EngineLoop(engine, channel).run()
-    channel.finish()
-
-
-def main() -> None:
-    """`python -m leadline.server.process FD PARENT`: serve an engine to process PARENT over the connected socket FD."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers send it to all; the parent says when to close
-    threading.Thread(target=_exit_with, args=[int(sys.argv[2])], name="leadline-parent", daemon=True).start()
-    channel = Channel(connection)
-    try:
-        _serve(channel)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        sys.exit(1)  # the parent has gone
-    except Exception as error:
-        channel.send(Failed(_sentence(error), for_people=False))
-        channel.finish()
-        raise
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """The bodies of requests, as OpenAI and its imitators define them. Fields that are not here are ignored, as they do."""
 
 import logging
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from leadline.engine.constraint import Constraint
 from leadline.engine.sampling import SamplingParams
@@ -12,7 +12,14 @@ log = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+MOST_CHOICES = 2048
+"""Of one request, over all of its prompts."""
 MOST_LOGGED_FIELDS = 100
+
+# One wrong entry of a list is told, and not a million.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 _logged: set[str] = set()
 
@@ -56,11 +63,11 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     skip_special_tokens: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -100,7 +107,7 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """/v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -128,11 +135,11 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """/v1/chat/completions. `messages`, `tools` and the like are read by the chat format."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -167,8 +174,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     thinking: bool | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -178,7 +185,7 @@ class DetokenizeBody(Body):
     """/detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
     skip_special_tokens: bool | None = None
 
 

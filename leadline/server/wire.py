@@ -18,7 +18,7 @@ from leadline.engine.sampling import SamplingParams
 LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
 
-Question = Literal["stats", "problems", "reset_cache"]
+Question = Literal["stats", "problems", "expert_load", "reset_cache"]
 
 # ------------------------------------------------------------------------------------- to the engine's process
 
@@ -91,7 +91,7 @@ class Answer(Message):
     """What `Ask` asked for; None for `reset_cache`."""
 
     key: int
-    value: Stats | list[str] | None
+    value: Stats | list[str | list[int]] | None
 
 
 class RemoteRequest(msgspec.Struct, array_like=True):
