@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from schedules import engine, model
 from test_schedules import prompt
+from torch import Tensor
 
 from leadline.engine.engine import Engine, Update
 from leadline.engine.sampling import SamplingParams
+from leadline.engine.warmup import warm_up
+from leadline.model.batch import Batch
+from leadline.model.state import State
 
 KIND = "all kinds"
 
@@ -155,3 +159,20 @@ def test_stats_count_what_happened(built: Engine) -> None:
     assert stats.tokens_run == 300 + 4 + 44 + 4
     assert stats.tokens_reused == 256
     assert stats.pages_used == stats.pages_reusable == 2 and stats.running == 0
+
+
+def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
+    built = engine(KIND, 30, 12, max_running=5, chunk_tokens=40)
+    sizes: list[int] = []
+    forward = built.runner.forward
+
+    def counted(batch: Batch, state: State) -> Tensor:
+        sizes.append(len(batch.ids))
+        return forward(batch, state)
+
+    built.runner.forward = counted
+    warm_up(built, progress=False)
+    assert {1, 2, 4, 8, 16, 32, 40} <= set(sizes)
+    stats = built.stats()
+    assert not built.busy and not built.problems()
+    assert (stats.pages_used, stats.pages_reusable, stats.slots_used) == (0, 0, 0)

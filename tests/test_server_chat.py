@@ -217,6 +217,35 @@ def test_choices_are_read_each_on_its_own(scripted: Live, stream: bool) -> None:
     scripted.engine.cached = 0
 
 
+@pytest.mark.parametrize("tools", [[], [BASH]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("thinking", ["Hm hm.", None], ids=["thinking", "not thinking"])
+def test_usage_is_the_same_streamed_and_whole_and_only_if_asked_for(
+    scripted: Live, tools: list[Any], thinking: str | None
+) -> None:
+    tokens = script(scripted, thinking, "Yes.")
+    scripted.engine.cached = 2
+    more: dict[str, Any] = ({"tools": tools} if tools else {}) | (OFF if thinking is None else {})
+    ((answer,), whole) = ask(scripted, **more)
+    assert (answer.thinking, answer.content) == (thinking or "", "Yes."), "they come apart with tools and without"
+    assert ask(scripted, stream=True, **more)[1] == whole
+    assert whole.completion_tokens == tokens
+    assert whole.prompt_cache_hit_tokens + whole.prompt_cache_miss_tokens == whole.prompt_tokens
+    if thinking is not None:
+        assert 0 < whole.completion_tokens_details.reasoning_tokens < tokens
+    plain = live_chunks(scripted, **more)
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in plain)
+    scripted.engine.cached = 0
+
+
+def live_chunks(live: Live, **arguments: Any) -> list[Any]:
+    """The chunks of a stream without options."""
+    extra = {"thinking": arguments.pop("thinking")} if "thinking" in arguments else {}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    return list(
+        live.openai.chat.completions.create(model="tiny", messages=messages, stream=True, extra_body=extra, **arguments)
+    )
+
+
 def prompt(live: Live, **body: Any) -> str:
     """The prompt that a body makes."""
     script(live, None, "x")

@@ -139,6 +139,13 @@ def test_a_bad_chat_is_refused(live: Live, changes: dict[str, Any], status: int,
     assert words in error["message"]
 
 
+def test_the_last_token_of_the_context_can_be_asked_for(live: Live) -> None:
+    for tokens, status in ((1023, 200), (1024, 400)):
+        response = live.http.post("/v1/completions", json={"prompt": [9] * tokens, "max_tokens": 1})
+        assert response.status_code == status, response.text
+    assert "1025 together; the context is 1024" in response.json()["error"]["message"]
+
+
 def test_every_culprit_is_named(live: Live) -> None:
     _, error = post(live, "/v1/completions", {"prompt": "a", "temperature": 7, "top_p": 0, "n": 0})
     assert all(f"{name} is" in error["message"] for name in ("temperature", "top_p", "n"))

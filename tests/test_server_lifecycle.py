@@ -321,6 +321,7 @@ def test_the_command_can_be_stopped_while_it_loads() -> None:
     with command("--port", str(port), "--device", "cpu") as process:
         assert first_answer(f"http://127.0.0.1:{port}/ready", process).status_code == 503
         (engine,) = psutil.Process(process.pid).children()
+        engine.suspend()  # it will never have loaded
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) in (0, -signal.SIGTERM)
         assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE

@@ -89,8 +89,24 @@ def test_chats(live: Live, offline: LLM, seed: int) -> None:
     body["thinking"] = {"type": rng.choice(["enabled", "disabled"])}
     if rng.random() < 0.6:
         body |= {"tools": [TOOL], "tool_choice": rng.choice(["auto", "required", "required"])}
-    elif rng.random() < 0.7:
-        body["stop"] = rng.sample(["a", "e", " ", "é", "�", "0"], 2)
+    expected, params = answer(live, offline, body, fields)
+    content = expected["content"]
+    if "tools" not in body and content:
+        cut = rng.randrange(len(content))
+        body["stop"] = ["zzz", content[cut : cut + rng.randint(1, 3)]]
+        expected, params = answer(live, offline, body, fields)
+        assert len(expected["content"]) <= cut
+    extra = {"thinking": body.pop("thinking")}
+    stream = live.openai.chat.completions.create(model="tiny", stream=True, extra_body=extra, **body, **fields)
+    assert joined([chunk.choices[0].model_dump() for chunk in stream]) == expected
+    assert "DSML" not in json.dumps(expected)
+    assert params.constraint is None or expected["reason"] in ("tool_calls", "length")
+
+
+def answer(
+    live: Live, offline: LLM, body: dict[str, Any], fields: dict[str, Any]
+) -> tuple[dict[str, Any], SamplingParams]:
+    """(what the offline engine says, how it was sampled)."""
     format = live.model.chat_format()
     choice, forced = split_choice(body.get("tool_choice"))
     prompt = format.convert(ChatCompletionRequest, body | ({"tool_choice": choice} if choice else {}))
@@ -98,11 +114,7 @@ def test_chats(live: Live, offline: LLM, seed: int) -> None:
     result = offline.generate(prompt.token_ids, params)[0]
     parser = ChatParser(format, prompt, "", "")
     chunks = [*parser.begin(0), *parser.push(result.token_ids), *parser.finish(result.finish_reason or "")]
-    expected = joined([chunk["choices"][0] for chunk in chunks])
-    extra = {"thinking": body.pop("thinking")}
-    stream = live.openai.chat.completions.create(model="tiny", stream=True, extra_body=extra, **body, **fields)
-    assert joined([chunk.choices[0].model_dump() for chunk in stream]) == expected
-    assert "DSML" not in json.dumps(expected) and (forced is None or expected["reason"] in ("tool_calls", "length"))
+    return joined([chunk["choices"][0] for chunk in chunks]), params
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
