@@ -1,5 +1,6 @@
 """Conversations: what the prompt looks like, that nobody can forge a special token, and how answers are read."""
 
+import json
 import random
 from typing import Any
 
@@ -167,3 +168,32 @@ def test_the_cut_into_pushes_does_not_matter(rng: random.Random, tokens: list[in
     whole, cut = read([tokens]), read(pushes)
     assert cut[:2] == whole[:2]
     assert cut[2]["usage"] == whole[2]["usage"]
+
+
+def test_arguments_keep_their_types() -> None:
+    """A post code in digits stays text, numbers, lists and objects stay what they are, token by token."""
+    spelled = {
+        "zip": ("true", "01234"),
+        "count": ("false", "5"),
+        "tags": ("false", '["a", 1, null]'),
+        "arguments": ("false", '{"input": {"x": [1.5, true]}}'),
+        "json": ("true", '{"not": "parsed"}'),
+    }
+    mark = MARKS[4]
+    parts = [
+        f'<{mark}parameter name="{name}" string="{kind}">{text}</{mark}parameter>'
+        for name, (kind, text) in spelled.items()
+    ]
+    calls = "\n".join([f"\n\n<{mark}tool_calls>", f'<{mark}invoke name="send">', *parts])
+    said = f"{calls}\n</{mark}invoke>\n</{mark}tool_calls>"
+    parameters = {"type": "object", "properties": {name: {} for name in spelled}}
+    tool = {"type": "function", "function": {"name": "send", "parameters": parameters}}
+    asked = FORMAT.prompt({"messages": [user("hi")], "tools": [tool], "thinking": OFF})
+    parser = ChatParser(FORMAT, asked, "id-1", "some-model")
+    chunks = parser.begin(0)
+    for token in recipe.Tokenizer.from_str(TOKENIZER.to_str()).encode(said):
+        chunks += parser.push([token])
+    chunks += parser.finish("stop")
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls") or []]
+    told = json.loads("".join(call["function"].get("arguments") or "" for call in deltas))
+    assert told == {name: text if kind == "true" else json.loads(text) for name, (kind, text) in spelled.items()}
