@@ -62,8 +62,8 @@ class HuggingFace:
         self._gaps.append(_gaps(scores, module.top_k))
 
     def _watch_indexer(self, module: nn.Module, inputs: Any, scores: Tensor) -> None:
-        entries = torch.arange(scores.shape[-1])
-        closed = (torch.arange(scores.shape[1]) + 1)[:, None] // 4
+        entries = torch.arange(scores.shape[-1], device=scores.device)
+        closed = (torch.arange(scores.shape[1], device=scores.device) + 1)[:, None] // 4
         visible = scores[0].masked_fill(entries >= closed, float("-inf"))
         self._gaps.append(_gaps(visible, self.model.config.index_topk))
 

@@ -152,5 +152,8 @@ class ScriptedEngine:
     async def problems(self) -> list[str]:
         return []
 
+    async def expert_load(self) -> list[list[int]]:
+        return [[0, 0]]
+
     async def reset_cache(self) -> None:
         pass

@@ -160,11 +160,6 @@ def test_numbers_and_experts_of_the_built_in_model() -> None:
     assert ended["busy_seconds"] > begun["busy_seconds"]
 
 
-def test_an_engine_that_counts_no_experts_says_so() -> None:
-    with serving(ScriptedEngine([[EOS]]), served_model()) as live:
-        assert live.http.get("/status/experts").json() == {"counts": None}
-
-
 def test_pages_are_open_where_requests_need_a_key() -> None:
     with serving(HeldEngine([[EOS]]), served_model(), keys=["secret"]) as live:
         for path in ("/", "/status", "/pages/chat.js", "/status/numbers"):

@@ -146,6 +146,17 @@ async def gone(pid: int, seconds: float) -> bool:
 # ------------------------------------------------------------------------------------------------ a good day
 
 
+def test_the_load_of_experts_crosses_the_processes(client: EngineClient, run: Run) -> None:
+    async def main() -> list[list[int]]:
+        before = await client.expert_load()
+        await collect(client, PROMPT, SHORT)
+        after = await client.expert_load()
+        return [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(before, after, strict=True)]
+
+    chosen = [sum(row) for row in run(main())]
+    assert len(set(chosen)) == 1 and chosen[0] >= len(PROMPT)
+
+
 def test_a_hundred_streams_with_random_cancels_say_what_the_offline_engine_says(
     folder: Path, client: EngineClient, run: Run
 ) -> None:
@@ -425,7 +436,8 @@ def test_a_killed_process_is_noticed_at_once_and_started_again(
         assert {str(result) for result in results} == {"the engine's process was killed by signal 9 (Killed)"}
         assert {type(result) for result in results} == {EngineStopped}
         assert not client.alive
-        for call in (client.stats, client.problems, client.reset_cache, lambda: collect(client, PROMPT, SHORT)):
+        questions = (client.stats, client.problems, client.expert_load, client.reset_cache)
+        for call in (*questions, lambda: collect(client, PROMPT, SHORT)):
             with pytest.raises(EngineStopped, match="signal 9"):
                 await call()
         while not client.alive:

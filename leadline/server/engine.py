@@ -75,6 +75,9 @@ class Generation(Protocol):
     async def problems(self) -> list[str]:
         """Contradictions; empty when all is well."""
 
+    async def expert_load(self) -> list[list[int]]:
+        """[L][E] how often each layer chose each expert since the first call."""
+
     async def reset_cache(self) -> None:
         """Forget prefixes."""
 

@@ -7,7 +7,6 @@ the policy that is sent with them forbids both.
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, runtime_checkable
 
 from fastapi import APIRouter
 from prometheus_client import Counter
@@ -34,14 +33,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-
-
-@runtime_checkable
-class CountsExperts(Protocol):
-    """An engine that can say how often each layer chose each expert."""
-
-    async def expert_load(self) -> list[list[int]]:
-        """[L][E], counted since the first call."""
 
 
 def page_routes(requests: Requests, model: ServedModel) -> APIRouter:
@@ -74,7 +65,7 @@ def page_routes(requests: Requests, model: ServedModel) -> APIRouter:
 
     @router.get("/status/experts", summary="How often each layer chose each expert since this was first asked for.")
     async def experts() -> Response:
-        counts = await requests.engine.expert_load() if isinstance(requests.engine, CountsExperts) else None
+        counts = await requests.engine.expert_load()
         return JsonResponse({"counts": counts}, headers={"Cache-Control": "no-store"})
 
     return router

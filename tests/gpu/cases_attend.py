@@ -1,16 +1,13 @@
 """What attend launches on each chip, to be compiled without it: official sizes, the tiny model's, and fp32."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import triton.language as tl
 
 from leadline.kernels.gpu import attend
-from leadline.kernels.gpu.chips import Chip
-from tests.gpu.compiling import Case
+from leadline.kernels.gpu.chips import CHIPS, Chip
+from tests.gpu.compiling import Case, compile_case, printed_by
 
 ALIGNED = (
     *("p_q", "p_sink", "p_window", "p_window_rows", "p_entries", "p_entry_rows", "p_cos", "p_sin", "p_out"),
@@ -75,32 +72,21 @@ def _join(name: str, kind: str, width: int, rotated: int) -> Case:
 
 def hopper_failures() -> list[str]:
     """What does not compile of Hopper's own kernel, or would run slower than its source says."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.gpu.cases_attend"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else [done.stderr[-4000:]]
+    return printed_by("cases_attend")
 
 
 def _main() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from leadline.kernels.gpu.attend_hopper import PACKED_BRINGERS, PLAIN_BRINGERS, attend_on_hopper
-    from leadline.kernels.gpu.chips import CHIPS
 
     found = []
     for packed, split in ((False, False), (True, True)):
         warps, registers = PACKED_BRINGERS if packed else PLAIN_BRINGERS
         constants = {"PACKED": packed, "SPLIT": split, "BRINGERS": warps, "BRINGER_REGISTERS": registers}
         signature = {**_signature("bf16", packed, {}), "shares": "i32", **dict.fromkeys(constants, "constexpr")}
-        names = list(signature)
-        attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
-        constexprs = {(names.index(name),): value for name, value in constants.items()}
-        source = GluonASTSource(attend_on_hopper, signature, constexprs=constexprs, attrs=attrs)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-        if compiled.metadata.shared > CHIPS["sm90"].shared_bytes:
-            found.append(f"packed {packed}, split {split} uses {compiled.metadata.shared} bytes of shared memory")
+        case = Case("hopper", attend_on_hopper, signature, constants, {"num_warps": 8}, ALIGNED)
+        shared = compile_case(case, CHIPS["sm90"]).metadata.shared
+        if shared > CHIPS["sm90"].shared_bytes:
+            found.append(f"packed {packed}, split {split} uses {shared} bytes of shared memory")
     print(json.dumps(found))
 
 

@@ -1,9 +1,6 @@
 """The experts' kernels as they are launched on each chip, for `tests.gpu.compiling`."""
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
 import triton.language as tl
@@ -11,7 +8,7 @@ import triton.language as tl
 from leadline.kernels.gpu import experts_products, experts_rows, experts_tiles
 from leadline.kernels.gpu.chips import CHIPS, Chip
 from leadline.kernels.gpu.experts_fp4 import shape_for
-from tests.gpu.compiling import Case
+from tests.gpu.compiling import Case, compile_case, printed_by
 
 FLASH = (4096, 2048, 256, 6)
 """Hidden size, width, experts, active experts."""
@@ -84,17 +81,10 @@ def cases(chip: Chip) -> list[Case]:
 
 def hopper_failures() -> list[str]:
     """What does not compile, or spills, of Hopper's own kernel, which is Gluon: V4-Flash and V4-Pro, few and many."""
-    command = [sys.executable, "-m", "tests.gpu.cases_experts"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else [done.stderr[-4000:]]
+    return printed_by("cases_experts")
 
 
 def _main() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from leadline.kernels.gpu.experts_hopper import fp4_product
 
     found = []
@@ -106,15 +96,10 @@ def _main() -> None:
         types = {"p_x": "*fp8e4nv", "p_x_scale": "*fp32", "p_weights": "*fp32", "p_out": "*bf16", "limit": "fp32"}
         types |= dict.fromkeys(("p_words", "p_row_words", "p_order", "p_records"), "*i32")
         types |= dict.fromkeys(fixed, "constexpr")
-        aligned = [name for name in names if name.startswith("p_") or name in ("rows", "columns")]
-        source = GluonASTSource(
-            fp4_product,
-            {name: types.get(name, "i32") for name in names},
-            constexprs={(names.index(name),): value for name, value in fixed.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-        )
-        options = {"num_warps": 4 * shape.groups}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        aligned = tuple(name for name in names if name.startswith("p_") or name in ("rows", "columns"))
+        signature = {name: types.get(name, "i32") for name in names}
+        case = Case("hopper", fp4_product, signature, fixed, {"num_warps": 4 * shape.groups}, aligned)
+        compiled = compile_case(case, CHIPS["sm90"])
         if 2 * compiled.metadata.shared > CHIPS["sm90"].shared_bytes:
             found.append(f"{shape}: {compiled.metadata.shared} bytes of shared memory: no two programs fit")
         if "wgmma.mma_async" not in compiled.asm["ptx"] or ".local" in compiled.asm["ptx"]:

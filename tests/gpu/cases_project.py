@@ -1,16 +1,13 @@
 """Products to compile for chips that are not here: official and awkward sizes, as the launcher would run them."""
 
 import json
-import os
-import subprocess
-import sys
 
 from leadline.kernels.gpu.chips import CHIPS, Chip
 from leadline.kernels.gpu.expand import expand_kernel
 from leadline.kernels.gpu.product import product_kernel
 from leadline.kernels.gpu.product_plan import Product, constants, plan_hopper, plan_product, starts_early
 from leadline.kernels.gpu.quantize import quantize_kernel
-from tests.gpu.compiling import Case
+from tests.gpu.compiling import Case, compile_case, printed_by
 
 PROCESSORS = 132
 POINTERS = ("p_x", "p_x_scale", "p_w", "p_w_scale", "p_out", "p_sums", "p_arrived")
@@ -78,17 +75,10 @@ def _expand_case() -> Case:
 
 def hopper_failures() -> list[str]:
     """What does not compile of Hopper's own kernel, which is Gluon, within its shared memory."""
-    command = [sys.executable, "-m", "tests.gpu.cases_project"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else [done.stderr[-4000:]]
+    return printed_by("cases_project")
 
 
 def _main() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from leadline.kernels.gpu.product_hopper import few_product
 
     found = []
@@ -99,18 +89,14 @@ def _main() -> None:
         fixed |= {"slots": plan.stages, "most": plan.steps, "splits": plan.splits, "half": product.input == "plain"}
         signature = {"p_x": "*bf16", "p_w": "*fp8e4nv", "p_w_scale": "*u8", "p_out": "*bf16", "p_sums": "*fp32"}
         signature |= {"p_arrived": "*i32"} | dict.fromkeys(fixed, "constexpr")
-        names = few_product.arg_names
-        aligned = (*signature, "rows", "group_rows", "columns", "x_stride")
-        source = GluonASTSource(
-            few_product,
-            {name: signature.get(name, "i32") for name in names},
-            constexprs={(names.index(name),): value for name, value in fixed.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in fixed},
-        )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+        pointers = (name for name in signature if name not in fixed)
+        aligned = (*pointers, "rows", "group_rows", "columns", "x_stride")
+        ordered = {name: signature.get(name, "i32") for name in few_product.arg_names}
+        case = Case("hopper", few_product, ordered, fixed, {"num_warps": plan.warps}, aligned)
+        shared = compile_case(case, CHIPS["sm90"]).metadata.shared
         beside = -(-product.groups * product.rows // plan.block_rows * plan.splits // PROCESSORS)
-        if compiled.metadata.shared * min(2, beside) > CHIPS["sm90"].shared_bytes:
-            found.append(f"{product}: {compiled.metadata.shared} bytes of shared memory, {beside} programs a processor")
+        if shared * min(2, beside) > CHIPS["sm90"].shared_bytes:
+            found.append(f"{product}: {shared} bytes of shared memory, {beside} programs a processor")
     print(json.dumps(found))
 
 

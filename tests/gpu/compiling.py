@@ -27,23 +27,30 @@ class Case:
     aligned: tuple[str, ...] = ()
 
 
-def compile_case(case: Case, chip: Chip) -> int:
-    """Compile down to machine code; the bytes of shared memory that one program uses."""
+def compile_case(case: Case, chip: Chip) -> Any:
+    """Compile a kernel, Triton's or Gluon's, down to machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = list(case.signature)
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
     constexprs = {(names.index(name),): value for name, value in case.constants.items()}
-    source = ASTSource(case.kernel, case.signature, constexprs=constexprs, attrs=attrs)
+    language = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    source = language(case.kernel, case.signature, constexprs=constexprs, attrs=attrs)
     target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
-    return int(triton.compile(source, target=target, options=case.options).metadata.shared)
+    return triton.compile(source, target=target, options=case.options)
 
 
 def failures(module: str, chip: str) -> list[str]:
     """What does not compile, or needs too much shared memory, of the cases of `tests.gpu.<module>.cases(chip)`."""
-    command = [sys.executable, "-m", "tests.gpu.compiling", module, chip]
+    return printed_by("compiling", module, chip)
+
+
+def printed_by(module: str, *arguments: str) -> list[str]:
+    """The list that `tests.gpu.<module>` prints as a script in a process of its own, or the end of its errors."""
+    command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
@@ -58,7 +65,7 @@ def _main() -> None:
     cases = importlib.import_module(f"tests.gpu.{module}").cases(chip)
     for case in cases:
         try:
-            shared = compile_case(case, chip)
+            shared = compile_case(case, chip).metadata.shared
             if shared > chip.shared_bytes:
                 found.append(f"{case.name} uses {shared} bytes of shared memory; {chip.name} has {chip.shared_bytes}")
         except Exception as error:

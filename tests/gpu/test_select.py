@@ -4,10 +4,14 @@ Queries, keys and weights are small whole numbers where results are compared exa
 scores are equal.
 """
 
+import inspect
+import random
+import re
+
 import pytest
 import torch
 
-from leadline.formats import fp4_round_trip
+from leadline.formats import E2M1_VALUES, fp4_round_trip
 from leadline.kernels import select as definition
 from leadline.kernels.gpu import select as gpu
 from leadline.kernels.gpu.chips import CHIPS
@@ -152,6 +156,40 @@ def test_scores_are_as_near_as_fp32_allows(heads, channels):
         assert got[seen:].isnan().all()
         padded = torch.nn.functional.pad(got[:seen], (0, 128 - seen), value=float("-inf"))
         assert torch.equal(maxima[i].cpu(), padded.view(16, 8).amax(1))
+
+
+def ptx(text, registers):
+    """Run the few PTX instructions that `_quick_keys` uses, another is a KeyError. `registers` has inputs by name."""
+    at = lambda name: registers[name] if name in registers else int(name, 0)  # noqa: E731
+    halves = lambda x: torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).short().view(torch.bfloat16).double()  # noqa: E731
+    for line in re.findall(r"^ +([a-z]\S* .*);$", text, re.M):
+        name, target, *rest = line.replace(",", "").split()
+        x = [at(operand) for operand in rest]
+        if name == "prmt.b32":
+            both = (x[0] | x[1] << 32).to_bytes(8, "little")
+            made = int.from_bytes(bytes(both[x[2] >> 4 * i & 7] for i in range(4)), "little")
+        elif name == "fma.rn.bf16x2":
+            low, high = (halves(x[0]) * halves(x[1]) + halves(x[2])).bfloat16().view(torch.int16).tolist()
+            made = (low & 0xFFFF) | (high & 0xFFFF) << 16
+        else:
+            made = {"mov.b32": x[0], "and.b32": x[0] & x[-1], "mul.lo.u32": x[0] * x[-1] % 2**32}[name]
+        registers[target] = made
+    return torch.cat([halves(registers[f"${i}"]) for i in range(4)])
+
+
+def test_the_quick_unpacking_of_keys_is_exact_element_by_element():
+    """Triton's interpreter does not run it. Four elements in one register may come from different keys."""
+    text = inspect.getsource(gpu._quick_keys.fn)
+    rng = random.Random(0)
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float64)
+    for _ in range(100):
+        codes, exponents = [rng.randrange(256) for _ in range(4)], [rng.randrange(128, 251) for _ in range(4)]
+        factors = [exponent << 7 for exponent in exponents]
+        inputs = {"$4": int.from_bytes(bytes(codes), "little")}
+        inputs |= {"$5": factors[0] | factors[1] << 16, "$6": factors[2] | factors[3] << 16}
+        scale = torch.tensor([2.0 ** (exponent - 127 - 126) for exponent in exponents], dtype=torch.float64)
+        want = torch.cat([values[[code & 15 for code in codes]] * scale, values[[code >> 4 for code in codes]] * scale])
+        assert torch.equal(ptx(text, inputs), want)
 
 
 def test_entry_rows():

@@ -184,30 +184,32 @@ def chooser_warps(held: int) -> int:
 
 @triton.jit
 def _quick_keys(packed, factor):
-    """e2m1 bytes -> bf16 (low halves, high halves) times `factor` * 2^-126, the middle two of each four bytes swapped.
+    """e2m1 bytes -> bf16 (low halves, high halves) times `factor` * 2^-126.
 
+    Which four elements share a register is up to the layout, so none may depend on another or change its place.
     The three bits of a magnitude at bf16's lowest exponent bits and highest mantissa bit are the number * 2^-126. One
     product moves them and the sign to their places: it runs beside the integer unit, which is what limits this kernel.
     """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, t, z;
+        .reg .b32 a, b, t, z;
         mov.b32 z, 0x80008000;
-        shr.u32 a, $4, 8;
-        and.b32 t, $4, 0x000F000F;
-        mul.lo.u32 t, t, 0x1040;
-        and.b32 t, t, 0x81C081C0;
-        fma.rn.bf16x2 $0, t, $5, z;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
         and.b32 t, a, 0x000F000F;
         mul.lo.u32 t, t, 0x1040;
         and.b32 t, t, 0x81C081C0;
+        fma.rn.bf16x2 $0, t, $5, z;
+        and.b32 t, b, 0x000F000F;
+        mul.lo.u32 t, t, 0x1040;
+        and.b32 t, t, 0x81C081C0;
         fma.rn.bf16x2 $1, t, $6, z;
-        and.b32 t, $4, 0x00F000F0;
+        and.b32 t, a, 0x00F000F0;
         mul.lo.u32 t, t, 0x0104;
         and.b32 t, t, 0x81C081C0;
         fma.rn.bf16x2 $2, t, $5, z;
-        and.b32 t, a, 0x00F000F0;
+        and.b32 t, b, 0x00F000F0;
         mul.lo.u32 t, t, 0x0104;
         and.b32 t, t, 0x81C081C0;
         fma.rn.bf16x2 $3, t, $6, z;
@@ -227,13 +229,6 @@ def _quick_relu(x):
     return tl.inline_asm_elementwise(
         "add.sat.f32 $0, $1, 0f00000000;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _swapped(x, n: tl.constexpr, channels: tl.constexpr):
-    """[n, channels] -> [n, channels / 32, 16, 2]: channels by byte and half, in the order of bytes of `_quick_keys`."""
-    x = tl.permute(tl.reshape(x, (n, channels // 8, 2, 2, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(x, (n, channels // 32, 16, 2))
 
 
 @triton.jit
@@ -308,14 +303,12 @@ def _score_tiles(
     b_q = tl.load(p_q + o_row[:, None] * channels + tl.arange(0, channels)[None, :], m_row[:, None], other=0.0)
     if quick:
         # 2^64, which keys lack, less 2^40, so that products stay below 1
-        b_q = (b_q.to(tl.float32) * 16777216.0).to(operand)
+        b_q = b_q.to(tl.float32) * 16777216.0
         b_weight *= 1099511627776.0
-        b_q = _spread(_swapped(b_q, b_q.shape[0], channels), b_q.shape[0], channels)
-    elif packed:
-        b_q = tl.reshape(b_q.to(operand), (queries * heads_padded, channels // 32, 16, 2))
+    b_q = b_q.to(operand)
+    if packed:
+        b_q = tl.reshape(b_q, (queries * heads_padded, channels // 32, 16, 2))
         b_q = _spread(b_q, queries * heads_padded, channels)
-    else:
-        b_q = b_q.to(operand)
     b_q = tl.trans(b_q)
     for i_tile in range(begin, end):
         o_key = i_tile * keys + tl.arange(0, keys)
@@ -327,7 +320,8 @@ def _score_tiles(
             o_pool = (page.to(tl.int64) * 32 + o_key % 32) * pool_stride
             b_key = tl.load(p_pool + o_pool[:, None] + tl.arange(0, channels)[None, :]).to(operand)
         dots = tl.dot(b_key, b_q, input_precision="ieee")
-        weighted = (_quick_relu(dots) if quick else tl.maximum(dots, 0.0)) * b_weight[None, :]
+        # with several queries the units for fp32 have more to do than those for integers
+        weighted = (_quick_relu(dots) if quick and queries == 1 else tl.maximum(dots, 0.0)) * b_weight[None, :]
         score = tl.sum(tl.reshape(weighted, (keys, queries, heads_padded)), 2)
         m_score = o_key[:, None] < b_visible[None, :]
         tl.store(p_score + o_query[None, :].to(tl.int64) * width + o_key[:, None], score, m_score)

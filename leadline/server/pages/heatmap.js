@@ -9,13 +9,9 @@ export class HeatMap {
     canvas.addEventListener("pointermove", (event) => this.point(event));
   }
 
-  /** Show counts [layers][experts], less those from which it counts; null where the engine does not count. */
+  /** Show counts [layers][experts], less those from which it counts. */
   show(counts) {
-    this.canvas.parentElement.hidden = counts === null;
-    if (counts === null) {
-      this.told.textContent = "This engine does not count them.";
-      return;
-    }
+    this.canvas.parentElement.hidden = false;
     const fell = this.base?.some((row, l) => row.some((value, e) => value > counts[l][e])); // the engine began anew
     if (!this.base || fell) this.base = fell ? counts.map((row) => row.map(() => 0)) : counts;
     this.raw = counts;
