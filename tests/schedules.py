@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from models import CPU, poisoned_state, random_config, random_reference, serving_model
 from numpy.typing import NDArray
+from replays import with_replays
 
 from leadline.checkpoint.loader import load
 from leadline.checkpoint.reader import Checkpoint
@@ -191,6 +192,8 @@ def random_case(kind: str, seed: int) -> Engine:
     if options["chunk_tokens"] < 64:
         options["chunk_tokens"] += rng.choice([0, 40])
     built = engine(kind, pages, running + rng.choice([0, 1, running]), **options)
+    if random.Random(f"padded {kind} {seed}").random() < 0.5:
+        with_replays(built)
     jobs = random_jobs(rng, config.vocab_size, config.sliding_window, min(400, pages * 128 - 40))
     play(built, jobs)
     check(kind, jobs, built.max_context)

@@ -3,7 +3,6 @@
 import random
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,11 +17,11 @@ from leadline.engine.grammar import Grammars, Matcher
 from leadline.engine.memory import MemoryPlan
 from leadline.engine.plan import Ints, Layout, build_plan
 from leadline.engine.request import Request
-from leadline.engine.runner import Forward, Logprobs, Runner, Sampling, StepResult
+from leadline.engine.runner import Launched, Logprobs, Runner, Sampling
 from leadline.engine.sampling import SamplingParams, SamplingRow, banned_tokens, encode_bad_words
 from leadline.engine.scheduler import Limits, Scheduler, Step
 from leadline.kernels.sample import child_seed
-from leadline.model.state import State, pages_for
+from leadline.model.state import Forward, State, pages_for
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,13 @@ class Stats:
 
 
 @dataclass
-class _Launched:
+class _Flight:
     """A step on its way: who gets which of its sampled tokens and scored rows."""
 
     step: Step
     sampled: list[Request]
     scored: list[tuple[Request, int]]
-    result: "Future[StepResult]"
+    launched: Launched
 
 
 class Engine:
@@ -107,7 +106,7 @@ class Engine:
         self.scheduler = Scheduler(limits, Pool(size.pages), Pool(size.slots), pages_for(self.max_context))
         self._layout = Layout(size.slots, model.sliding_window)
         self._depth = 1 if overlap else 0
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_Flight] = deque()
         self._ended: list[Update] = []
         self._count_rows: list[Request | None] = [None] * memory.running
         self._random = random.Random(config.seed)
@@ -232,7 +231,7 @@ class Engine:
             step.items, _ids(step), self.scheduler.page_table, self._layout, rows, step.writes, step.preparation
         )
         result = self.runner.launch(plan, self._sampling(sampled, scored))
-        self._launched.append(_Launched(step, sampled, scored, result))
+        self._launched.append(_Flight(step, sampled, scored, result))
         self._steps += 1
 
     def _sampling(self, sampled: list[Request], scored: list[tuple[Request, int]]) -> Sampling:
@@ -267,29 +266,29 @@ class Engine:
             self.runner.start_counts(request.counts_row, prompt, request.output)
         return request.counts_row
 
-    def _absorb(self, launched: _Launched) -> list[Update]:
+    def _absorb(self, flight: _Flight) -> list[Update]:
         """Read a step's result: extend requests, end those that are done, and let the cache know what is computed."""
         try:
-            result = launched.result.result()
+            result = flight.launched.result()
         except Exception as error:  # whatever a model can raise: its requests end, the others go on
-            return self._fail(launched, error)
-        self.scheduler.absorb(launched.step)
+            return self._fail(flight, error)
+        self.scheduler.absorb(flight.step)
         updates: dict[Request, Update] = {}
-        for i, (request, position) in enumerate(launched.scored):
+        for i, (request, position) in enumerate(flight.scored):
             if request.finish_reason is None and result.scored is not None:
                 top = request.params.prompt_logprobs or 0
                 entry = _token_logprob(result.scored, i, int(request.tokens[position]), top)
                 update = updates.setdefault(request, Update(request, [], "", prompt_logprobs=[]))
                 assert update.prompt_logprobs is not None
                 update.prompt_logprobs.append((position, entry))
-        for i, (request, token) in enumerate(zip(launched.sampled, result.tokens, strict=True)):
+        for i, (request, token) in enumerate(zip(flight.sampled, result.tokens, strict=True)):
             request.in_flight -= 1
             if request.finish_reason is None:
                 update = updates.setdefault(request, Update(request, [], ""))
                 self._extend(request, token, update)
                 if request.params.logprobs is not None and result.sampled is not None:
                     update.logprobs = [_token_logprob(result.sampled, i, token, request.params.logprobs)]
-        for item in launched.step.items:
+        for item in flight.step.items:
             request = item.request
             if request.finish_reason is None and request.last_position == request.prompt_length == item.end:
                 self._finish(request, "length")  # only the prompt's log-probabilities were asked for
@@ -322,15 +321,15 @@ class Engine:
             self._finish(request, reason)
             update.finish_reason = reason
 
-    def _fail(self, launched: _Launched, error: Exception) -> list[Update]:
+    def _fail(self, flight: _Flight, error: Exception) -> list[Update]:
         """A step raised: its requests end. No frontier has changed, so that all others are as they were."""
         updates = []
-        for request in dict.fromkeys(r for item in launched.step.items for r in (item.request, *item.forks)):
+        for request in dict.fromkeys(r for item in flight.step.items for r in (item.request, *item.forks)):
             request.in_flight = 0
             if request.finish_reason is None:
                 self._finish(request, "error")
                 updates.append(Update(request, [], "", finish_reason="error", error=error))
-        self.scheduler.absorb(launched.step)
+        self.scheduler.absorb(flight.step)
         return updates
 
     # --------------------------------------------------------------------------------------------- looking in
@@ -360,7 +359,7 @@ class Engine:
 
     def problems(self) -> list[str]:
         """Every contradiction between pages, slots, counts, requests and prefixes; empty when all is well."""
-        return self.scheduler.problems([launched.step for launched in self._launched])
+        return self.scheduler.problems([flight.step for flight in self._launched])
 
     def reset_cache(self) -> None:
         """Forget every prefix that no running request uses."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from leadline.config import CSA_RATIO, HCA_RATIO, PAGE_TOKENS
+from leadline.engine.transfer import joined, parted, send
 from leadline.model.batch import Batch
 from leadline.model.state import CSA_PER_PAGE, PENDING_RING
 
@@ -79,14 +81,21 @@ class StepPlan:
     most_hca_entries: int
     longest_piece: int
 
+    def arrays(self) -> dict[str, Ints]:
+        """The fields that are arrays, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
     def to_batch(self, device: torch.device) -> Batch:
         """Send all arrays in one copy and cut them apart again on the device."""
+        return self.batch_of(send(joined(list(self.arrays().values())), device))
+
+    def batch_of(self, packed: Tensor) -> Batch:
+        """The batch whose arrays lie one after another in `packed`, views of it."""
+        arrays = self.arrays()
+        parts = parted(packed, [array.shape for array in arrays.values()])
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()])).to(device)
-        parts = packed.split([array.size for array in arrays.values()])
-        tensors = {name: part.view(arrays[name].shape) for name, part in zip(arrays, parts, strict=True)}
-        return Batch(**{**values, **tensors})
+        return Batch(**{**values, **dict(zip(arrays, parts, strict=True))})
 
 
 @dataclass(frozen=True)

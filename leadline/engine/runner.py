@@ -3,19 +3,22 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from leadline.engine.graphs import DecodeGraphs, SizeClass, chosen_ids
 from leadline.engine.plan import StepPlan
 from leadline.engine.sampling import SamplingRow, sampling_tensors
+from leadline.engine.transfer import Receipt, send
 from leadline.kernels.sample import TokenCounts, logprobs, sample
-from leadline.model.batch import Batch
-from leadline.model.state import State
+from leadline.model.state import Forward, State
 
-Forward = Callable[[Batch, State], Tensor]
+LogprobTensors = tuple[Tensor, Tensor, Tensor]
+"""What `logprobs` gives."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,18 @@ class StepResult:
     scored: Logprobs | None
 
 
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises whatever it raised."""
+
+
 class Runner:
-    """Owns the state tensors and the last sampled token of every slot; steps run in the order of their launch."""
+    """Owns the state tensors and the last sampled token of every slot; steps run in the order of their launch.
+
+    A GPU works behind the host anyway: a launch returns when the step's work is queued, and its result waits for it.
+    """
 
     def __init__(
         self, forward: Forward, state: State, vocab_size: int, running: int, device: torch.device, overlap: bool
@@ -61,15 +74,24 @@ class Runner:
         self.last_tokens = torch.zeros(state.size.slots, dtype=torch.int64, device=device)
         self.counts: TokenCounts | None = None
         self.expert_counts: Tensor | None = None
-        # A thread of its own waits for the device, or is the device, while the host plans the next step.
-        self._worker = ThreadPoolExecutor(1, "leadline-step") if overlap else None
+        self.graphs: DecodeGraphs | None = None
+        if device.type == "cuda":
+            self.graphs = DecodeGraphs(forward, state, running, state.page_table.shape[1])
+        # On a CPU a thread of its own is the device while the host plans the next step.
+        self._worker = ThreadPoolExecutor(1, "leadline-step") if overlap and device.type == "cpu" else None
+
+    def record(self, size: SizeClass) -> None:
+        """Record the graph of a size class, if steps are recorded at all."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.record(size, self.last_tokens, self.expert_counts)
 
     def start_counts(self, row: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
         """Before its next step: `row` of the penalties' counts belongs to a request with these tokens."""
         if self.counts is None:
             self.counts = TokenCounts.empty(self.running, self.vocab_size, self.device)
         counts = self.counts
-        values = [torch.from_numpy(tokens.astype(np.int64)).to(self.device) for tokens in (prompt, output)]
+        values = [send(tokens.astype(np.int64), self.device) for tokens in (prompt, output)]
         self._submit(lambda: counts.start(row, *values))
 
     def expert_load(self, layers: int, experts: int) -> list[list[int]]:
@@ -78,55 +100,72 @@ class Runner:
             self.expert_counts = torch.zeros(layers, experts, dtype=torch.int64, device=self.device)
         return self.expert_counts.tolist()
 
-    def launch(self, plan: StepPlan, sampling: Sampling) -> "Future[StepResult]":
+    def launch(self, plan: StepPlan, sampling: Sampling) -> Launched:
         """Start a step; its result can be waited for."""
-        return self._submit(lambda: self._run(plan, sampling))
+        if self._worker:
+            return self._worker.submit(lambda: self._run(plan, sampling).result())
+        try:
+            return self._run(plan, sampling)
+        except Exception as error:  # handed to whoever reads the result, as a worker thread would
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         """Stop the worker thread, if there is one."""
         if self._worker:
             self._worker.shutdown()
 
-    def _submit(self, work: Callable[[], object]) -> Future:
+    def _submit(self, work: Callable[[], object]) -> None:
+        """Do something between two steps."""
         if self._worker:
-            return self._worker.submit(work)
-        future: Future = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:  # handed to whoever reads the result, as a worker thread would
-            future.set_exception(error)
-        return future
+            self._worker.submit(work)
+        else:
+            work()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, sampling: Sampling) -> StepResult:
+    def _run(self, plan: StepPlan, sampling: Sampling) -> "_Unread":
         batch = plan.to_batch(self.device)
-        unread = self.last_tokens[batch.slots[batch.chunks]]
-        batch.ids = torch.where(batch.ids < 0, unread, batch.ids)
-        batch.expert_counts = self.expert_counts
         self.state.begin(batch)
-        logits = self.forward(batch, self.state).float()
+        if self.graphs is not None and self.graphs.suits(plan):
+            logits = self.graphs.run(plan, self.last_tokens, self.expert_counts)
+        else:
+            batch.ids = chosen_ids(batch.ids, batch, self.last_tokens)
+            batch.expert_counts = self.expert_counts
+            logits = self.forward(batch, self.state).float()
         self.state.commit(batch)
         count = len(sampling.rows)
         tokens, sampled = self._sample(logits[:count], sampling)
         scored = None
         if sampling.scored_tokens:
-            wanted = torch.tensor(sampling.scored_tokens, device=self.device)
-            scored = _logprobs(logits[count:], wanted, sampling.scored_top)
-        return StepResult(tokens, sampled, scored)
+            wanted = send(np.array(sampling.scored_tokens, np.int64), self.device)
+            scored = logprobs(logits[count:], wanted, sampling.scored_top)
+        return _Unread(tokens, sampled, scored)
 
-    def _sample(self, logits: Tensor, sampling: Sampling) -> tuple[list[int], Logprobs | None]:
+    def _sample(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, LogprobTensors | None]:
         if not sampling.rows:
-            return [], None
+            return torch.empty(0, dtype=torch.int64, device=self.device), None
         tokens = sample(logits, sampling_tensors(sampling.rows, self.counts, self.device))
-        self.last_tokens[torch.tensor(sampling.slots, device=self.device)] = tokens
+        self.last_tokens[send(np.array(sampling.slots, np.int64), self.device)] = tokens
         penalised = [i for i, row in enumerate(sampling.rows) if row.params.penalised]
         if penalised:
             assert self.counts is not None
-            rows = torch.tensor([sampling.rows[i].slot for i in penalised], device=self.device)
-            self.counts.add(rows, tokens[penalised], torch.ones_like(rows, dtype=torch.bool))
+            rows = send(np.array([(sampling.rows[i].slot, i) for i in penalised], np.int64).T.copy(), self.device)
+            self.counts.add(rows[0], tokens[rows[1]], torch.ones_like(rows[0], dtype=torch.bool))
         top = sampling.top_logprobs
-        return tokens.tolist(), None if top is None else _logprobs(logits, tokens, top)
+        return tokens, None if top is None else logprobs(logits, tokens, top)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
-    return Logprobs(*(value.cpu().numpy() for value in logprobs(logits, tokens, top)))
+class _Unread:
+    """A step's results before they are read."""
+
+    def __init__(self, tokens: Tensor, sampled: LogprobTensors | None, scored: LogprobTensors | None) -> None:
+        self._has = (sampled is not None, scored is not None)
+        self._receipt = Receipt([tokens, *(sampled or ()), *(scored or ())])
+
+    def result(self) -> StepResult:
+        """Wait for them."""
+        arrays = iter(self._receipt.read())
+        tokens = next(arrays).tolist()
+        sampled, scored = (Logprobs(next(arrays), next(arrays), next(arrays)) if has else None for has in self._has)
+        return StepResult(tokens, sampled, scored)

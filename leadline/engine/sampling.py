@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from leadline.engine.constraint import Bits, Constraint
+from leadline.engine.transfer import send
 from leadline.kernels.sample import NEVER, Allowed, Bias, Penalties, SamplingTensors, TokenCounts
 
 INT64 = 2**63
@@ -202,8 +203,8 @@ def sampling_tensors(
     params = [row.params for row in rows]
     whole = [[max(p.top_k, 0) for p in params], [row.seed for row in rows], [row.position for row in rows]]
     real = [[0.0 if p.greedy else p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-    top_k, seed, position = torch.from_numpy(np.array(whole, np.int64)).to(device)
-    temperature, top_p, min_p = torch.from_numpy(np.array(real, np.float32)).to(device)
+    top_k, seed, position = send(np.array(whole, np.int64), device)
+    temperature, top_p, min_p = send(np.array(real, np.float32), device)
     return SamplingTensors(
         temperature=temperature,
         top_k=top_k,
@@ -224,8 +225,8 @@ def _penalties(rows: Sequence[SamplingRow], counts: TokenCounts | None, device: 
         return None
     assert counts is not None
     real = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (row.params for row in rows)]
-    repetition, presence, frequency = torch.from_numpy(np.array(real, np.float32).T.copy()).to(device)
-    slot = torch.tensor([row.slot for row in rows], device=device)
+    repetition, presence, frequency = send(np.array(real, np.float32).T.copy(), device)
+    slot = send(np.array([row.slot for row in rows], np.int64), device)
     none = torch.empty(0, dtype=torch.int64, device=device)
     return Penalties(counts, slot, repetition, presence, frequency, drafted_row=none, drafted_token=none)
 
@@ -234,8 +235,8 @@ def _allowed(rows: Sequence[SamplingRow], device: torch.device | str) -> Allowed
     masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
     if not masks:
         return None
-    bits = torch.from_numpy(np.stack([mask for _, mask in masks])).to(device)
-    return Allowed(torch.tensor([i for i, _ in masks], device=device), bits)
+    bits = send(np.stack([mask for _, mask in masks]), device)
+    return Allowed(send(np.array([i for i, _ in masks], np.int64), device), bits)
 
 
 def _bias(rows: Sequence[SamplingRow], device: torch.device | str) -> Bias | None:
@@ -247,5 +248,5 @@ def _bias(rows: Sequence[SamplingRow], device: torch.device | str) -> Bias | Non
     if not entries:
         return None
     row, token, value = zip(*entries, strict=True)
-    where = torch.tensor([row, token], device=device)
-    return Bias(where[0], where[1], torch.tensor(value, dtype=torch.float32, device=device))
+    where = send(np.array([row, token], np.int64), device)
+    return Bias(where[0], where[1], send(np.array(value, np.float32), device))

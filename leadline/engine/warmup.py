@@ -1,9 +1,13 @@
-"""Warm-up: steps of every size class before anybody waits, so that every kernel is compiled or found in the cache."""
+"""Warm-up before anybody waits: every kernel is compiled or found in the cache, and decode steps are recorded."""
+
+from time import perf_counter
 
 import numpy as np
 import rich.progress as rich_progress
+import torch
 from rich.console import Console
 
+from leadline.config import PAGE_TOKENS
 from leadline.engine.engine import Engine
 from leadline.engine.sampling import SamplingParams
 
@@ -15,24 +19,49 @@ VARIETIES = (
 """Requests that take turns: together they use every part of sampling."""
 
 
-def warm_up(engine: Engine, progress: bool) -> None:
-    """Run short requests of one token each in growing numbers, then prompts of growing length up to a whole chunk.
+RECORDED_TOKENS = 8192
+"""Contexts up to which decode graphs are recorded at once; longer ones when the first request reaches them."""
 
-    Leaves the engine empty: no request, no reusable prefix.
+
+def warm_up(engine: Engine, progress: bool) -> None:
+    """Record decode graphs, and run short requests in growing numbers, then prompts up to a whole chunk.
+
+    Leaves the engine empty: no request, no reusable prefix. Says on stderr what it took if `progress`.
     """
-    running = min(engine.memory.running, engine.config.max_waiting)
-    numbers = sizes(running)
-    longest = min(engine.config.chunk_tokens, engine.max_context - 2)
-    lengths = [length for length in (*sizes(longest), longest) if length > running]
+    begun, graphs = perf_counter(), engine.runner.graphs
+    classes = graphs.classes(-(-RECORDED_TOKENS // PAGE_TOKENS)) if graphs else []
+    runs = _runs(engine)
     console = Console(stderr=True)
     with rich_progress.Progress(
         transient=True, console=console, disable=not progress or not console.is_terminal
     ) as bar:
-        task = bar.add_task("compiling kernels", total=len(numbers) + len(lengths))
-        for shape in [(number, 1) for number in numbers] + [(1, length) for length in lengths]:
+        task = bar.add_task("compiling kernels", total=len(runs) + len(classes))
+        for shape in runs:
             _run(engine, *shape)
             bar.advance(task)
+        bar.update(task, description="recording steps")
+        before = _reserved(engine)
+        for size in reversed(classes):  # the largest first: smaller ones find room in its memory
+            engine.runner.record(size)
+            bar.advance(task)
     engine.reset_cache()
+    if progress:
+        took, memory = perf_counter() - begun, _reserved(engine) - before
+        console.print(f"warm after {took:.1f} s; {len(classes)} decode graphs in {memory / 2**20:,.0f} MiB")
+
+
+def _reserved(engine: Engine) -> int:
+    """Bytes that PyTorch has taken from the GPU, 0 on a CPU."""
+    device = engine.runner.device
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _runs(engine: Engine) -> list[tuple[int, int]]:
+    """(requests, tokens of each): numbers of requests, then lengths of a prompt."""
+    running = min(engine.memory.running, engine.config.max_waiting)
+    longest = min(engine.config.chunk_tokens, engine.max_context - 2)
+    lengths = [length for length in (*sizes(longest), longest) if length > running]
+    return [(number, 1) for number in sizes(running)] + [(1, length) for length in lengths]
 
 
 def sizes(most: int) -> list[int]:

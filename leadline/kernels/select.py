@@ -30,6 +30,10 @@ def select(
     `pool` holds index keys, 32 to a page: [rows, c] or packed; `page_rows` [T, P] are the pages of each query's
     request in order; query t sees its first `visible[t]` entries, and none sees more than `longest`.
     """
+    if q.is_cuda and q.dtype != torch.float64:
+        from leadline.kernels.gpu import select as gpu
+
+        return gpu.select(q, head_weights, pool, page_rows, visible, longest, topk)
     if longest <= topk:
         ids = torch.arange(topk, device=q.device).expand(len(q), -1)
         return torch.where(ids < visible[:, None], ids, -1)
@@ -42,6 +46,10 @@ def select(
 
 def entry_rows(page_rows: Tensor, ids: Tensor, per_page: int) -> Tensor:
     """Pool rows of entry `ids` [T, k] (-1 stays -1) through each token's pages [T, P]; all int64."""
+    if page_rows.is_cuda:
+        from leadline.kernels.gpu import select as gpu
+
+        return gpu.entry_rows(page_rows, ids, per_page)
     known = ids.clamp(min=0)
     rows = page_rows.gather(1, known // per_page) * per_page + known % per_page
     return torch.where(ids < 0, -1, rows)

@@ -12,6 +12,7 @@ Native numerics on a GPU keep window rows, entries and index keys packed (see `l
 half a block of CSA rows, or one row of HCA's: rows are found by number alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -157,7 +158,8 @@ class State:
 
     def begin(self, batch: Batch) -> None:
         """Bring page table and frontiers to where the step starts: new pages, reused snapshots, forks."""
-        self.page_table[batch.table_slots, batch.table_columns] = batch.table_pages
+        if len(batch.table_slots):
+            self.page_table[batch.table_slots, batch.table_columns] = batch.table_pages
         for pool, rows in self._frontier_pools():
             _copy_blocks(pool, rows, batch.slot_copies)
         for pool, rows in self._history_pools():
@@ -179,6 +181,10 @@ class State:
     def _history_pools(self) -> list[tuple[Tensor | Packed, int]]:
         """Each history pool with its rows per page."""
         return [(self.csa_entries, CSA_PER_PAGE), (self.index_keys, CSA_PER_PAGE), (self.hca_entries, 1)]
+
+
+Forward = Callable[[Batch, State], Tensor]
+"""A model's step: the logits [N, V] of `batch.logit_rows`."""
 
 
 def _copy_blocks(pool: Tensor | Packed, rows: int, copies: Tensor) -> None:

@@ -1,0 +1,94 @@
+"""Size classes of decode graphs, and padding that changes nothing."""
+
+import random
+from dataclasses import fields
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from replays import with_replays
+from schedules import MODELS, Job, check, engine, model, play, random_case
+
+from leadline.engine.graphs import SizeClass, pad, padding, row_classes
+from leadline.engine.plan import Chunk, Layout, Preparation, build_plan
+from leadline.engine.sampling import SamplingParams
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 63, 64, 100, 128, 1000])
+def test_row_classes_reach_every_number_with_little_padding(most: int) -> None:
+    classes = row_classes(most)
+    assert classes == sorted(set(classes)) and classes[-1] == most
+    assert all(after <= max(before + 4, before * 1.26) or after <= 4 for before, after in pairwise(classes))
+
+
+def test_a_padded_plan_is_the_plan_and_then_nothing() -> None:
+    table = np.arange(24, dtype=np.int32).reshape(3, 8)
+    chunks = [Chunk(2, 127, 1), Chunk(0, 130, 1), Chunk(1, 3, 1)]
+    plan = build_plan(chunks, np.array([5, -1, 7]), table, Layout(3, 16), np.arange(3), [], Preparation([], [], []))
+    empty = padding(SizeClass(8, 4, counting=False))
+    padded = pad(plan, empty)
+    for field in fields(plan):
+        before, after, without = (getattr(each, field.name) for each in (plan, padded, empty))
+        if not isinstance(before, np.ndarray) or field.name.startswith(("window", "pending", "fold", "table")):
+            continue
+        if not field.name.endswith("copies"):
+            np.testing.assert_array_equal(after[: len(before)], before, field.name)
+            np.testing.assert_array_equal(after[len(before) :], without[len(before) :], field.name)
+    assert (empty.positions == -1).all() and (empty.piece_counts == 0).all() and (empty.closing_entries == -1).all()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_of_padding_change_nothing(kind: str) -> None:
+    """More rows and pages than requests, over the boundaries of CSA and HCA windows."""
+    rng = random.Random(kind)
+    built = with_replays(engine(kind, 11, 14, max_running=7))  # as many pages as requests hold: each write counts
+    assert built.runner.graphs is not None
+    built.runner.graphs.row_classes, built.runner.graphs.page_classes = [3, 7], [2, 5, 64]
+    lengths = [300, 250, 127, 120, 1]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    jobs = [Job(i, np.array([rng.randrange(97) for _ in range(n)], np.int32), params) for i, n in enumerate(lengths)]
+    play(built, jobs)
+    check(kind, jobs, built.max_context)
+    assert built.runner.graphs.recorded >= 2
+
+
+def test_a_step_is_recorded_once_for_each_size_class() -> None:
+    built = with_replays(engine("csa", 40, 14, max_running=4))
+    graphs = built.runner.graphs
+    assert graphs is not None
+    asked, forward = [], graphs.forward
+    graphs.forward = lambda batch, state: asked.append(len(batch.ids)) or forward(batch, state)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    play(built, [Job(0, np.array([3, 4, 5], np.int32), params) for _ in range(3)])
+    assert graphs.recorded == 1 and asked == [4] * 6  # recorded, then replayed for tokens 2 to 6
+
+
+def test_experts_are_counted_in_graphs_from_the_moment_that_it_is_asked_for() -> None:
+    built = with_replays(engine("csa", 40, 14, max_running=4))
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0)
+    play(built, [Job(0, np.array([3, 4, 5], np.int32), params) for _ in range(3)])
+    built.expert_load()
+    play(built, [Job(0, np.array([3, 4, 5, 6], np.int32), params) for _ in range(3)])
+    config = model("csa").config
+    tokens = 3 * (4 + 4)  # of each request four of the prompt and four of the output are computed
+    for layer in built.expert_load():
+        assert sum(layer) == tokens * config.num_experts_per_tok
+
+
+def test_cases_draw_padding() -> None:
+    drawn = [random_case("window only", seed).runner.graphs is not None for seed in range(8)]
+    assert any(drawn) and not all(drawn)
+
+
+def test_results_do_not_change_after_they_were_read() -> None:
+    """A replay overwrites the logits of the one before, not what was read from them."""
+    built = with_replays(engine("csa", 40, 14, max_running=4, overlap=True))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2)
+    jobs = [Job(0, np.array([3 + i, 4, 5], np.int32), params) for i in range(3)]
+    play(built, jobs)
+    check("csa", jobs, built.max_context)
+    built.close()
+    assert torch.isfinite(
+        torch.tensor([score for job in jobs for scores in job.logprobs.values() for score in scores])
+    ).all()
