@@ -1,6 +1,7 @@
 """From a model's name to an engine that is ready: find the folder, check everything, then load."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import Tokenizer
 
 from leadline.checkpoint.loader import load, progress_bar
+from leadline.checkpoint.names import WeightFormat
 from leadline.checkpoint.reader import Checkpoint
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
@@ -46,15 +48,33 @@ def load_engine(config: EngineConfig, progress: bool) -> Engine:
     checkpoint = Checkpoint(folder)
     checkpoint.validate(model)
     tokenizer = read_tokenizer(folder, model)
+
+    def fill(weights: WeightStore) -> None:
+        _load_weights(model, weights, checkpoint, progress)
+
+    return build_engine(model, config, checkpoint.format, WeightStore, fill, tokenizer, progress)
+
+
+def build_engine(
+    model: ModelConfig,
+    config: EngineConfig,
+    stored: WeightFormat,
+    store: Callable[..., WeightStore],
+    fill: Callable[[WeightStore], None],
+    tokenizer: Tokenizer | None,
+    progress: bool,
+) -> Engine:
+    """An engine whose weights `store` allocates, in the `stored` formats where they are kept, and `fill` fills."""
     device = torch.device(resolve_device(config.device))
     dtype = activation_dtype(config.dtype, device)
     native = config.numerics == "native" or (config.numerics is None and device.type != "cpu")
     packed = keeps_packed(native, dtype, device)
     memory = plan_memory(model, config, dtype, packed)
-    keep = checkpoint.format if keeps_formats(config.dtype, device) else None
-    weights = WeightStore(model, keep, dtype, native, device)
+    keep = stored if keeps_formats(config.dtype, device) else None
+    weights = store(model, keep, dtype, native, device)
     transformer = Transformer(model, weights)
-    _load_weights(model, weights, checkpoint, progress)
+    with weights.filling():
+        fill(weights)
     state = State(model, memory.size, dtype, device, packed)
     # What is alive now stays: without this a full collection walks it every few steps, 85 ms at 1,024 requests.
     gc.collect()

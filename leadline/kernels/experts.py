@@ -37,7 +37,8 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
 def routed_experts(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """`x` [T, d], `chosen` and `weights` [T, k] -> fp32 [T, d], the sum over each token's experts in their order.
 
-    `w13` is a stack [E, 2 I, d] and `w2` one of [E, d, I]; only the experts that were chosen are read.
+    `w13` is a stack [E, 2 I, d] and `w2` one of [E, d, I]; only the experts that were chosen are read. Where
+    `chosen` is -1 no expert was, and nothing is added.
     """
     if x.is_cuda and x.dtype != torch.float64:
         from leadline.kernels.gpu import experts as gpu
@@ -46,10 +47,10 @@ def routed_experts(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: 
     tokens, active = chosen.shape
     x = round_input(x, w13)
     order = torch.sort(chosen.flatten(), stable=True).indices
-    counts = torch.bincount(chosen.flatten(), minlength=len(w13.data)).tolist()
+    none, *counts = torch.bincount(chosen.flatten() + 1, minlength=len(w13.data) + 1).tolist()
     flat_weights = weights.flatten()
-    outputs = x.new_empty(tokens * active, x.shape[1])
-    start = 0
+    outputs = x.new_zeros(tokens * active, x.shape[1])
+    start = none
     for expert, count in enumerate(counts):
         if count:
             rows = order[start : start + count]

@@ -1,6 +1,7 @@
 """project: linear layers over weights as the checkpoint stores them (fp8 or fp4 with scales, bf16, fp32)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,21 @@ class Weight:
 
     `data` is a float tensor, or e4m3 with `scale` [ceil(out/128), ceil(in/128)], or packed e2m1 (int8 [out, in/2])
     with `scale` [out, in/32]. `round_input` says that products take their input rounded to fp8 (native numerics).
+    Arranged fp4 (see `leadline.kernels.gpu.experts_arrange`) is the same bytes as int32 [out, in/8] and [out, in/128].
     """
 
     data: Tensor
     scale: Tensor | None = None
     round_input: bool = False
+
+    @property
+    def form(self) -> Literal["plain", "fp8", "fp4", "arranged"]:
+        """How the numbers are stored: the dtype of `data` says it."""
+        if self.scale is None:
+            return "plain"
+        if self.data.dtype == torch.int32:
+            return "arranged"
+        return "fp8" if self.data.dtype == torch.float8_e4m3fn else "fp4"
 
     def expert(self, index: int) -> "Weight":
         """One matrix of a stack, as a view."""
@@ -36,8 +47,12 @@ class Weight:
         """The matrix in `dtype`, expanded from its stored format where it has one."""
         if self.scale is None:
             return self.data.to(dtype)
-        if self.data.dtype == torch.float8_e4m3fn:
+        if self.form == "fp8":
             return fp8_dequantize(self.data, self.scale, dtype)
+        if self.form == "arranged":
+            from leadline.kernels.gpu.experts_arrange import restore  # only a GPU has arranged weights
+
+            return fp4_dequantize(*restore(self.data, self.scale), dtype)
         return fp4_dequantize(self.data, self.scale, dtype)
 
 

@@ -45,18 +45,16 @@ class Attention:
     def forward(self, x: Tensor, batch: Batch, rows: StepRows, state: State) -> Tensor:
         """`x` [T, d], normed -> [T, d]. Writes the step's window rows and entries into `state`."""
         c = self.config
-        turns = rows.swa_turns if self.ratio == Ratio.SWA else rows.compressed_turns
+        turns = rows.swa_turns if self.ratio == Ratio.SWA else rows.compressed_turns.tokens
         latent, kv = project(x, self.wqkv_a).split([c.q_lora_rank, c.head_dim], -1)
         latent = rms_norm(latent, self.q_norm, c.rms_norm_eps)
         q = project(latent, self.wq_b).unflatten(-1, (-1, c.head_dim))
         window = state.window[self.layer]
-        q = query_and_store(
-            q, kv, self.kv_norm, turns.tokens, c.rms_norm_eps, self.native, window, state.window_scratch
-        )
+        q = query_and_store(q, kv, self.kv_norm, turns, c.rms_norm_eps, self.native, window, state.window_scratch)
         entries, chosen = None, None
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)
-        heads = attend(q, self.sink, window, rows.window, entries, chosen, turns.tokens)
+        heads = attend(q, self.sink, window, rows.window, entries, chosen, turns)
         return project(grouped_output(heads, self.wo_a, c.o_groups), self.wo_b)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from leadline.config import ModelConfig
@@ -68,7 +67,7 @@ class Experts:
     def __init__(self, config: ModelConfig, layer: int, weights: WeightStore) -> None:
         name = f"layers.{layer}.ffn"
         self.config = config
-        self.gate = weights.wide(f"{name}.gate.weight")
+        self.gate = weights.gate(f"{name}.gate.weight")
         hashed = config.is_hash_layer(layer)
         self.by_token = weights.integers(f"{name}.gate.tid2eid") if hashed else None
         self.bias = None if hashed else weights.wide(f"{name}.gate.bias")
@@ -79,12 +78,15 @@ class Experts:
         self.shared_w2 = weights.matrix(f"{shared}.w2")
 
     def forward(self, x: Tensor, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """`x` [T, d], normed, and the tokens' ids [T] -> [T, d]. `counts` [E] int64 gains each expert's tokens."""
+        """`x` [T, d], normed, and the tokens' ids [T] -> [T, d]. `counts` [E] int64 gains each expert's tokens.
+
+        A row whose id is -1 is no token (a CUDA graph has a fixed number of rows): what it returns means nothing.
+        """
         c = self.config
         chosen, weights = route(
             x, self.gate, self.bias, self.by_token, ids, c.num_experts_per_tok, c.routed_scaling_factor
         )
         if counts is not None:
-            counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            counts.index_add_(0, chosen.clamp(min=0).flatten(), (chosen >= 0).to(counts.dtype).flatten())
         routed = routed_experts(x, chosen, weights, self.w13, self.w2, c.swiglu_limit)
         return (routed + shared_expert(x, self.shared_w13, self.shared_w2, c.swiglu_limit)).to(x.dtype)

@@ -1,5 +1,8 @@
 """Where the model's weights live: one place decides their formats, fuses them, and tells the loader about them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -7,6 +10,7 @@ from leadline.checkpoint.loader import Slot
 from leadline.checkpoint.names import WeightFormat, weight_specs
 from leadline.config import ModelConfig
 from leadline.formats import FP4_BLOCK, FP8_BLOCK
+from leadline.kernels.arrange import arrange_experts, restore_experts
 from leadline.kernels.mix import Mixing
 from leadline.kernels.project import Weight
 from leadline.model.state import gate_dtype
@@ -26,6 +30,23 @@ class WeightStore:
         self.config, self.keep, self.dtype, self.native, self.device = config, keep, dtype, native, device
         self.specs = weight_specs(config)
         self.slots: dict[str, Slot] = {}
+        self._stacks: dict[str, list[Weight]] = {}  # w13 and w2 by the layer's prefix
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """While the context lasts `slots` may be written: at first, or anew in a running engine (no step may run).
+
+        Outside of it a layer's stacks may lie in the order that their kernel reads; within, everything is in the
+        checkpoint's. What is not written keeps its value. Whether stacks can be arranged depends on their values, so
+        a captured graph stays good only if each `Weight.form` is what it was before.
+        """
+        for stacks in self._stacks.values():
+            restore_experts(stacks)
+        try:
+            yield
+        finally:
+            for stacks in self._stacks.values():
+                arrange_experts(stacks, self.dtype)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One unfused tensor, by default in the model's dtype."""
@@ -36,6 +57,12 @@ class WeightStore:
     def wide(self, name: str) -> Tensor:
         """One tensor in the precision of norms and gates: fp32, or fp64 in an fp64 model."""
         return self.tensor(name, gate_dtype(self.dtype))
+
+    def gate(self, name: str) -> Tensor:
+        """A router's gate, in bf16 where that is how it comes and bf16 is the model's dtype: a kernel reads half."""
+        stored = "fp32" if self.keep is None else self.keep.of(self.specs[name].kind)
+        narrow = stored == "bf16" and self.dtype == torch.bfloat16
+        return self.tensor(name) if narrow else self.wide(name)
 
     def integers(self, name: str) -> Tensor:
         """One table of indices."""
@@ -64,6 +91,7 @@ class WeightStore:
                 rows = slice(start, start + size)
                 self._add_slot(f"{prefix}.{index}.{name}.weight", stack.expert(index), rows)
                 start += size
+        self._stacks.setdefault(prefix, []).append(stack)
         return stack
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ import json
 import torch
 import triton.language as tl
 
-from leadline.kernels.gpu import experts_products, experts_rows, experts_tiles
+from leadline.kernels.gpu import experts_arrange, experts_products, experts_rows, experts_tiles
 from leadline.kernels.gpu.chips import CHIPS, Chip
 from leadline.kernels.gpu.experts_fp4 import shape_for
 from tests.gpu.compiling import Case, compile_case, printed_by
@@ -55,7 +55,7 @@ def row_cases(chip: Chip) -> list[Case]:
     flags = {"rounds": True, "halves": True, "b_blocks": 8}
     early = chip.backend == "cuda" and int(chip.arch) >= 90
     hidden = {"p_gate_up": "*bf16", "p_out": "*bf16", "width": "i32", "limit": "fp32"}
-    summing = {"p_outputs": "*bf16", "p_out": "*fp32", "columns": "i32", "active": "i32"}
+    summing = {"p_outputs": "*bf16", "p_chosen": "*i64", "p_out": "*fp32", "columns": "i32", "active": "i32"}
     b = {"b_pairs": experts_tiles.PAIRS_PER_PROGRAM, "b_experts": 512}
     place = {"p_chosen": "*i64", "p_counts": "*i32", "p_order": "*i32", "p_records": "*i32", "pairs": "i32",
              "blocks": "i32", "most": "i32"}  # fmt: skip
@@ -73,10 +73,22 @@ def row_cases(chip: Chip) -> list[Case]:
     ]
 
 
+def arranging_cases() -> list[Case]:
+    """The other order of packed codes and scales, and back."""
+    types = {"p_pairs": "*i16", "p_scales": "*u8", "rows": "i32", "columns": "i32"}
+    kernels = ("_arrange_codes", "_restore_codes", "_arrange_scales", "_restore_scales")
+    found = []
+    for name in kernels:
+        kernel = getattr(experts_arrange, name)
+        signature = {argument: types.get(argument, "*i32") for argument in kernel.arg_names}
+        found.append(Case(name, kernel, signature, {}, {"num_warps": 4}, tuple(signature)))
+    return found
+
+
 def cases(chip: Chip) -> list[Case]:
     bf16, fp32 = torch.bfloat16, torch.float32
     kinds = [(bf16, "fp4", 16), (bf16, "fp4", 8192), (bf16, "fp8", 64), (bf16, "plain", 2048), (fp32, "plain", 16)]
-    return row_cases(chip) + [case for kind in kinds for case in product_cases(chip, *kind)]
+    return row_cases(chip) + arranging_cases() + [case for kind in kinds for case in product_cases(chip, *kind)]
 
 
 def hopper_failures() -> list[str]:

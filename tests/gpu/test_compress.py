@@ -176,12 +176,17 @@ def test_more_full_pieces_than_one_block_of_the_search(monkeypatch: pytest.Monke
     assert_near("entries", pool, want, 8, torch.float32)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tokens", [1, 100])
-def test_gate_rows(tokens: int, dtype: torch.dtype) -> None:
-    x, gating = draw(tokens, 4096, dtype=dtype), Gating(draw(2560, 4096, dtype=dtype) / 64, draw(4, 2560))
-    out = torch.full((tokens + 2, 2560), 77.0, device=DEVICE)
-    definition.gate_rows(x, gating, out[1:-1])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [(1, 72, 300), (13, 130, 520)]
+    + [pytest.param(tokens, 2560, 4096, marks=pytest.mark.gpu) for tokens in (1, 16, 17, 100)],
+)
+def test_gate_rows(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    x = draw(tokens, columns, dtype=dtype)
+    gating = Gating((draw(rows, columns) / columns**0.5).to(dtype), draw(4, rows))
+    out = torch.full((tokens + 2, rows), 77.0, device=DEVICE)
+    gpu.gate_rows(x, gating, out[1:-1])
     assert_near("rows", out[1:-1], x.double() @ gating.matrix.double().T, 20, torch.float32)
     assert (out[[0, -1]] == 77).all()

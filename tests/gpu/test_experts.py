@@ -5,14 +5,16 @@ import torch
 
 from leadline.formats import fp4_dequantize, fp4_quantize_weight, fp8_quantize_weight
 from leadline.kernels import experts as definition
-from leadline.kernels.gpu import experts
+from leadline.kernels.arrange import arrange_experts
+from leadline.kernels.gpu import experts, experts_arrange
 from leadline.kernels.gpu.chips import CHIPS
-from leadline.kernels.gpu.experts_arrange import arrange, restore
+from leadline.kernels.gpu.experts_arrange import arrange, arrange_stacks, restore, restore_stacks
 from leadline.kernels.gpu.experts_rows import product_input, summed_pairs
 from leadline.kernels.gpu.experts_tiles import tiles_by_expert
 from leadline.kernels.project import Weight, round_input
 from tests.gpu.cases_experts import hopper_failures
 from tests.gpu.compiling import failures
+from tests.gpu.rows import poison_new_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -110,15 +112,50 @@ def test_no_tokens():
     assert experts.shared_expert(x, w13.expert(0), w2.expert(0), 10.0).shape == (0, 32)
 
 
+def without_some(chosen):
+    """Some rows are no tokens, as in a CUDA graph for more rows than there are: no experts."""
+    absent = torch.rand(len(chosen), device=chosen.device) < 0.4
+    return chosen.masked_fill(absent[:, None], -1), absent
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("fp4", torch.bfloat16), ("fp8", torch.bfloat16), ("plain", torch.float32)]
+)
+@pytest.mark.parametrize("module", [definition, experts], ids=["definition", "kernel"])
+def test_rows_without_experts_are_zero_and_change_no_other(module, form, dtype, seed, monkeypatch):
+    if module is definition and DEVICE == "cuda":
+        pytest.skip("the definition calls the kernel")
+    torch.manual_seed(seed)
+    count, hidden, width, tokens = 3, 128, 32, 1 + 5 * seed
+    w13 = stack(count, 2 * width, hidden, form, torch.float8_e8m0fnu, dtype, form != "plain")
+    w2 = stack(count, hidden, width, form, torch.float8_e8m0fnu, dtype, form != "plain")
+    x = torch.randn(tokens, hidden).to(dtype).to(DEVICE)
+    chosen, weights = routing(tokens, count, 2)
+    poison_new_tensors(monkeypatch)
+    want = module.routed_experts(x, chosen, weights, w13, w2, 1.0)
+    chosen, absent = without_some(chosen)
+    if seed == 0:
+        chosen, absent = chosen.fill_(-1), absent.fill_(True)
+    x[absent], weights[absent] = float("nan"), 0
+    got = module.routed_experts(x, chosen, weights, w13, w2, 1.0)
+    assert (got[absent] == 0).all() and torch.equal(got[~absent], want[~absent])
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["tokens only", "padded"])
 @pytest.mark.parametrize(
     ("tokens", "count", "active", "width"), [(1, 8, 2, 16), (40, 8, 2, 8), (90, 300, 6, 8), (300, 5, 1, 64)]
 )
-def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width):
+def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width, padded):
     torch.manual_seed(2)
     chosen, _ = routing(tokens, count, active)
+    if padded:
+        chosen, _ = without_some(chosen)
     tiles = tiles_by_expert(chosen, count, width)
     flat = chosen.flatten().cpu()
-    assert torch.equal(tiles.order.cpu().long(), torch.sort(flat, stable=True).indices)
+    pairs = int((flat >= 0).sum())
+    wanted = torch.sort(flat, stable=True).indices[len(flat) - pairs :]
+    assert torch.equal(tiles.order[:pairs].cpu().long(), wanted)
     covered = 0
     for expert, first, size in tiles.records.T.cpu().tolist():
         if size == 0:
@@ -126,10 +163,10 @@ def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width
         assert first == covered and size <= width
         assert (flat[tiles.order[first : first + size].cpu().long()] == expert).all()
         covered += size
-    assert covered == tokens * active
+    assert covered == pairs
     sizes = tiles.records[2].cpu()
     assert (sizes[:-1] >= 0).all() and (sizes.nonzero().flatten() == torch.arange((sizes > 0).sum())).all()
-    needed = sum(-(-n // width) for n in torch.bincount(flat, minlength=count).tolist())
+    needed = sum(-(-n // width) for n in torch.bincount(flat[flat >= 0], minlength=count).tolist())
     assert needed == (sizes > 0).sum() <= tiles.most
 
 
@@ -145,7 +182,11 @@ def test_product_input(columns):
 
 def test_summed_pairs():
     outputs = torch.randn(12, 1100).bfloat16().to(DEVICE)
-    assert torch.equal(summed_pairs(outputs, 3), outputs.float().unflatten(0, (4, 3)).sum(1))
+    chosen = torch.arange(12, device=DEVICE).view(4, 3)
+    want = outputs.float().unflatten(0, (4, 3)).sum(1)
+    assert torch.equal(summed_pairs(outputs, chosen), want)
+    chosen[1], outputs[3:6], want[1] = -1, float("nan"), 0
+    assert torch.equal(summed_pairs(outputs, chosen), want)
 
 
 def unpacked(word, row_word, part):
@@ -188,24 +229,93 @@ def test_scales_too_far_apart_are_not_arranged():
     data[5, 32:48] = 0  # a group of zeros has no scale
     words, row_words = arrange(data, scale.view(torch.float8_e8m0fnu))
     assert torch.equal(restore(words, row_words)[0], data)
+    assert arrange(data, torch.full_like(scale, 250).view(torch.float8_e8m0fnu)) is None
+
+
+def random_stack(count, rows, columns):
+    """Random bytes, with scales as far apart as can be arranged, and groups of zeros of either sign."""
+    data = torch.randint(-128, 128, (count, rows, columns // 2), dtype=torch.int8, device=DEVICE)
+    data.unflatten(-1, (-1, 16))[torch.rand(count, rows, columns // 32) < 0.2] &= -120  # the bits of signs
+    scale = torch.randint(100, 112, (count, rows, columns // 32), dtype=torch.uint8, device=DEVICE)
+    return Weight(data, scale.view(torch.float8_e8m0fnu), True)
+
+
+def copied(weight):
+    return Weight(weight.data.clone(), weight.scale.clone(), weight.round_input)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stacks_are_arranged_and_restored_in_place(seed, monkeypatch):
+    """In parts of one or two experts, the last one smaller; each as if it were alone."""
+    torch.manual_seed(seed)
+    w13, w2 = random_stack(3, 128, 256), random_stack(3, 256, 128)
+    monkeypatch.setattr(experts_arrange, "PART_BYTES", (1 + seed % 2) * w13.data[0].nbytes)
+    old, places = (copied(w13), copied(w2)), [(w.data.data_ptr(), w.scale.data_ptr()) for w in (w13, w2)]
+    arrange_stacks((w13, w2))
+    for weight, before in zip((w13, w2), old, strict=True):
+        assert weight.form == "arranged" and weight.expert(1).form == "arranged" and weight.round_input
+        assert torch.equal(weight.dense(torch.float32), before.dense(torch.float32))
+        for index in range(3):
+            words, row_words = arrange(before.data[index], before.scale[index])
+            assert torch.equal(weight.data[index], words) and torch.equal(weight.scale[index], row_words)
+            dense = weight.expert(index).dense(torch.float32)
+            assert torch.equal(dense, before.expert(index).dense(torch.float32))
+    restore_stacks((w13, w2))
+    for weight, before in zip((w13, w2), old, strict=True):
+        assert weight.form == "fp4" and torch.equal(weight.data, before.data)
+        assert torch.equal(weight.dense(torch.float32), before.dense(torch.float32))
+    assert places == [(w.data.data_ptr(), w.scale.data_ptr()) for w in (w13, w2)]
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 1), (1, 2)], ids=str)
+def test_stacks_are_arranged_both_or_neither(place, monkeypatch):
+    stacks = random_stack(3, 64, 128), random_stack(3, 128, 128)
+    monkeypatch.setattr(experts_arrange, "PART_BYTES", 1)
+    which, expert = place
+    stacks[which].data[expert, 7] = 0x11
+    stacks[which].scale.view(torch.uint8)[expert, 7, 1:3] = torch.tensor([100, 112], dtype=torch.uint8)
+    before = [copied(stack) for stack in stacks]
+    arrange_stacks(stacks)
+    for stack, old in zip(stacks, before, strict=True):
+        assert stack.form == "fp4" and torch.equal(stack.data, old.data)
+        assert torch.equal(stack.scale.view(torch.uint8), old.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "scales", "rounds", "taken"),
+    [
+        ("fp4", (64, 128), torch.float8_e8m0fnu, True, True),
+        ("fp4", (96, 128), torch.float8_e8m0fnu, True, False),
+        ("fp4", (64, 192), torch.float8_e8m0fnu, True, False),
+        ("fp4", (64, 128), torch.float32, True, False),
+        ("fp4", (64, 128), torch.float8_e8m0fnu, False, False),
+        ("fp8", (128, 128), torch.float8_e8m0fnu, True, False),
+        ("plain", (64, 128), None, True, False),
+    ],
+)
+def test_which_stacks_are_taken(form, shape, scales, rounds, taken):
+    assert experts_arrange.takes(stack(2, *shape, form, scales, torch.bfloat16, rounds)) == taken
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "width"), [(1024, 512), (256, 128), (384, 640)])
 @pytest.mark.parametrize("tokens", [1, 3, 64, 300, 2000])
-def test_arranged_experts_on_hopper(tokens):
+def test_arranged_experts_on_hopper(tokens, hidden, width):
     """Against the kernels for every chip, which the tests above hold to the definition."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's own kernel")
     torch.manual_seed(tokens)
-    count, active, hidden, width = 16, 6, 1024, 512
+    count, active = 16, 6
     w13 = stack(count, 2 * width, hidden, "fp4", torch.float8_e8m0fnu, torch.bfloat16, True)
     w2 = stack(count, hidden, width, "fp4", torch.float8_e8m0fnu, torch.bfloat16, True)
-    moved = []
-    for weight in (w13, w2):
-        parts = [arrange(data, scale) for data, scale in zip(weight.data, weight.scale, strict=True)]
-        moved.append(Weight(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), True))
+    moved = copied(w13), copied(w2)
+    arrange_experts(moved, torch.bfloat16)
+    assert [weight.form for weight in moved] == ["arranged", "arranged"]
     x = torch.randn(tokens, hidden).bfloat16().to(DEVICE) * 2
     chosen, weights = routing(tokens, count, active)
+    if tokens > 1:
+        chosen, absent = without_some(chosen)
+        x[absent] = float("nan")
     want = experts.routed_experts(x, chosen, weights, w13, w2, 1.0)
     torch.empty(1 << 24, device=DEVICE).fill_(float("nan"))
     assert_close("arranged", experts.routed_experts(x, chosen, weights, *moved, 1.0), want.double(), 0.02)

@@ -168,7 +168,7 @@ def test_hoppers_own_kernel_compiles():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 128, 300, 2000])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 128, 300, 2000, 2001, 2047])
 def test_official_sizes(tokens):
     torch.manual_seed(tokens)
     for rows, columns in ((1536, 4096), (4096, 8192), (8192, 1024)):

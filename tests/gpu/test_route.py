@@ -1,5 +1,8 @@
 """route: scores, choice and weights, against the definition in fp64."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,11 +78,31 @@ def test_not_a_number_still_chooses_distinct_experts() -> None:
     assert all(len(set(row)) == 6 and min(row) >= 0 and max(row) < 12 for row in chosen.tolist())
 
 
-def test_token_ids_outside_of_the_table_read_its_ends() -> None:
+def test_token_ids_beyond_the_table_read_its_end() -> None:
     x, gate, by_token = draw(4, 32), draw(8, 32), torch.tensor([[1, 2], [3, 4], [5, 6]], device=DEVICE)
-    ids = torch.tensor([-1, 3, 129280, 1], device=DEVICE)
+    ids = torch.tensor([0, 3, 129280, 1], device=DEVICE)
     chosen, _ = gpu.route(x, gate, None, by_token, ids, 2, SCALE)
     assert chosen.tolist() == [[1, 2], [5, 6], [5, 6], [3, 4]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("hashed", [False, True], ids=["scored", "hashed"])
+@pytest.mark.parametrize("route", [definition.route, gpu.route], ids=["definition", "kernel"])
+def test_rows_that_are_no_tokens_get_no_experts(route: Callable[..., Any], hashed: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    rows, experts, active = 1 + 6 * seed, 9, 3
+    x, gate, bias = draw(rows, 40), draw(experts, 40) / 6, draw(experts)
+    by_token = torch.stack([torch.randperm(experts)[:active] for _ in range(7)]).to(DEVICE)
+    how = (None, by_token) if hashed else (bias, None)
+    ids = torch.randint(0, 7, (rows,), device=DEVICE)
+    want, want_weights = route(x, gate, *how, ids, active, SCALE)
+    absent = torch.rand(rows, device=DEVICE) < 0.4
+    absent[0] = True
+    ids[absent], x[absent] = -1, float("nan")
+    chosen, weights = route(x, gate, *how, ids, active, SCALE)
+    assert chosen.dtype == torch.int64 and weights.dtype == torch.float32
+    assert (chosen[absent] == -1).all() and (weights[absent] == 0).all()
+    assert torch.equal(chosen[~absent], want[~absent]) and torch.equal(weights[~absent], want_weights[~absent])
 
 
 def test_no_rows() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from leadline.formats import FP4_BLOCK
 from leadline.kernels.compress import Gating, Pieces
 from leadline.kernels.gpu.overlap import early_start
+from leadline.kernels.gpu.project import wide_product
 from leadline.kernels.gpu.rows import (
     hadamard_rows,
     index_target,
@@ -217,9 +218,12 @@ def hca_fold_kernel(
 
 
 def gate_rows(x: Tensor, gating: Gating, out: Tensor) -> None:
-    """As the definition. bf16 products are exact in fp32, so that only the order of the sums differs."""
+    """As the definition. bf16 products are exact in fp32, so that only the order of the sums differs.
+
+    `out` must be contiguous.
+    """
     if x.dtype == torch.bfloat16 and gating.matrix.dtype == torch.bfloat16:
-        torch.mm(x, gating.matrix.T, out_dtype=torch.float32, out=out)
+        wide_product(x, gating.matrix, out)
     else:
         torch.mm(x.float(), gating.matrix.float().T, out=out)
 

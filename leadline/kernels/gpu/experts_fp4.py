@@ -1,5 +1,6 @@
 """Launches of the Hopper kernel: routed experts with arranged fp4 weights and fp8 activations."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,10 @@ class Shape:
 
 
 def shape_for(pairs: int, experts: int, columns: int) -> Shape:
-    """The shape for `pairs` over `experts`; the order of sums is the same for all."""
+    """The shape for `pairs` over `experts`; both products' columns are multiples of `columns`.
+
+    The order of sums is the same for all shapes.
+    """
     mean = pairs / experts
     units = 2 if columns % 256 == 0 else 1
     if mean <= 3:
@@ -40,13 +44,13 @@ def routed_fp4(
 ) -> Tensor:
     """`x` bf16 [T, d] -> fp32 [T, d]: `routed_experts` for stacks that `experts_arrange.arrange` has arranged."""
     active, (experts, doubled, _) = chosen.shape[1], w13.data.shape
-    shape = shape or shape_for(chosen.numel(), experts, x.shape[1])
+    shape = shape or shape_for(chosen.numel(), experts, math.gcd(x.shape[1], doubled // 2))
     tiles = tiles_by_expert(chosen, experts, shape.width)
     hidden = torch.empty(tiles.pairs, doubled // 2, dtype=x.dtype, device=x.device)
     _product(x, weights, w13, hidden, tiles, active, limit, True, shape)
     outputs = torch.empty(tiles.pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _product(hidden, weights, w2, outputs, tiles, active, limit, False, shape)
-    return summed_pairs(outputs, active)
+    return summed_pairs(outputs, chosen)
 
 
 def _product(

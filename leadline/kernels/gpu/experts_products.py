@@ -38,15 +38,6 @@ def blocks_for(chip: Chip, dtype: torch.dtype, pairs: int, experts: int) -> Bloc
     return Blocks(64, 64, 64, 4, stages)
 
 
-def weight_format(weight: Weight) -> str:
-    """How a weight is stored: "plain", "fp8", "fp4", or "arranged" for words that `experts_arrange.arrange` made."""
-    if weight.scale is None:
-        return "plain"
-    if weight.data.dtype == torch.int32:
-        return "arranged"
-    return "fp8" if weight.data.dtype == torch.float8_e4m3fn else "fp4"
-
-
 def dot_type(x: Tensor) -> tl.dtype:
     """The type of the products' operands: that of `x`; Triton's interpreter multiplies bf16 wrongly, so fp32 there."""
     return tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32
@@ -81,7 +72,7 @@ def gate_up(
         width,
         x.shape[1],
         limit,
-        weight_format(w13),
+        w13.form,
         chip_of(x.device).fp8_type,
         dot_type(x),
         b.rows,
@@ -109,7 +100,7 @@ def down(hidden: Tensor, w2: Weight, tiles: Tiles, b: Blocks) -> Tensor:
         tiles.most,
         rows,
         hidden.shape[1],
-        weight_format(w2),
+        w2.form,
         chip_of(hidden.device).fp8_type,
         dot_type(hidden),
         b.rows,

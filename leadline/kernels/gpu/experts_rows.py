@@ -36,24 +36,25 @@ def _product_input(p_x, p_out, columns, rounds: tl.constexpr, halves: tl.constex
     tl.store(p_out + i_row * columns + o_out, b_x.to(p_out.dtype.element_ty), mask=m_column)
 
 
-def summed_pairs(outputs: Tensor, active: int) -> Tensor:
-    """`outputs` [T * active, d] -> fp32 [T, d], each token's rows added in their order."""
-    tokens, columns = len(outputs) // active, outputs.shape[1]
+def summed_pairs(outputs: Tensor, chosen: Tensor) -> Tensor:
+    """`outputs` [T * k, d] -> fp32 [T, d], each token's rows added in their order; none where `chosen` [T, k] is -1."""
+    (tokens, active), columns = chosen.shape, outputs.shape[1]
     out = torch.empty(tokens, columns, dtype=torch.float32, device=outputs.device)
     if tokens:
-        _summed_pairs[(tokens, triton.cdiv(columns, 1024))](outputs, out, columns, active, 1024)
+        _summed_pairs[(tokens, triton.cdiv(columns, 1024))](outputs, chosen, out, columns, active, 1024)
     return out
 
 
 @triton.jit
-def _summed_pairs(p_outputs, p_out, columns, active, b_columns: tl.constexpr):
+def _summed_pairs(p_outputs, p_chosen, p_out, columns, active, b_columns: tl.constexpr):
     i_token, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_column = i_part * b_columns + tl.arange(0, b_columns)
     m_column = o_column < columns
     b_sum = tl.zeros([b_columns], tl.float32)
     for rank in range(active):
-        p_row = p_outputs + (i_token * active + rank) * columns
-        b_sum += tl.load(p_row + o_column, mask=m_column, other=0.0).to(tl.float32)
+        i_pair = i_token * active + rank
+        m_pair = o_column < tl.where(tl.load(p_chosen + i_pair) >= 0, columns, 0)
+        b_sum += tl.load(p_outputs + i_pair * columns + o_column, mask=m_pair, other=0.0).to(tl.float32)
     tl.store(p_out + i_token * columns + o_column, b_sum, mask=m_column)
 
 

@@ -15,8 +15,9 @@ PAIRS_PER_PROGRAM = 256
 class Tiles:
     """Pairs in the order of their experts, cut into tiles of at most `width` pairs of one expert.
 
-    `order` int32 [pairs]: place -> pair, a pair being `token * active + rank`. `records` int32 [3, most]: each tile's
-    expert, first place and number of pairs. `most` is a bound that shapes give; the tiles beyond the last have 0 pairs.
+    `order` int32 [pairs]: place -> pair, a pair being `token * active + rank`; one without an expert has no place, and
+    the last places have no pair. `records` int32 [3, most]: each tile's expert, first place and number of pairs. `most`
+    is a bound that shapes give; the tiles beyond the last have 0 pairs.
     """
 
     pairs: int
@@ -31,7 +32,7 @@ def most_tiles(pairs: int, experts: int, width: int) -> int:
 
 
 def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
-    """`chosen` [T, k] (integers, 0 .. experts - 1, k different ones a token) -> its tiles; the order is stable."""
+    """`chosen` [T, k] (integers: k different ones of 0 .. experts - 1 a token, or -1) -> its tiles, in stable order."""
     pairs = chosen.numel()
     most = most_tiles(pairs, experts, width)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
@@ -50,9 +51,8 @@ def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
 def _histogram(p_chosen, i_block, pairs, b_pairs: tl.constexpr, b_experts: tl.constexpr):
     """Pairs of each expert in a block of pairs: int32 [b_experts]."""
     o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
-    m_pair = o_pair < pairs
-    b_expert = tl.load(p_chosen + o_pair, mask=m_pair, other=0).to(tl.int32)
-    return tl.histogram(b_expert, b_experts, mask=m_pair)
+    b_expert = tl.load(p_chosen + o_pair, mask=o_pair < pairs, other=-1).to(tl.int32)
+    return tl.histogram(tl.maximum(b_expert, 0), b_experts, mask=b_expert >= 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -93,8 +93,9 @@ def _place(
     b_first_tile = tl.cumsum(b_tiles) - b_tiles
 
     o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
-    m_pair = o_pair < pairs
-    b_expert = tl.load(p_chosen + o_pair, mask=m_pair, other=0).to(tl.int32)
+    b_expert = tl.load(p_chosen + o_pair, mask=o_pair < pairs, other=-1).to(tl.int32)
+    m_pair = b_expert >= 0
+    b_expert = tl.maximum(b_expert, 0)
     b_rank = tl.gather(b_earlier, b_expert, 0)
     for start in tl.static_range(0, b_pairs, 32):
         o_other = i_block * b_pairs + start + tl.arange(0, 32)

@@ -29,6 +29,7 @@ WIDE_TOKENS = 16
 128; 1024 x 4096: 7.9 against 6.4, and 8.6 against 12.2)."""
 SCALES_MULTIPLE = 128
 """Codes' scales have room for whole tiles of tokens, so that reading them needs no mask."""
+LIBRARY_MULTIPLE = 16
 STREAMS = 64
 MOST_COUNTERS = 4096
 """More tiles than any product has whose columns are split."""
@@ -51,11 +52,11 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(round_rows(x) if weight.round_input else x, expanded(weight))
 
 
-def wide_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """See `leadline.kernels.project.wide_product`; both are bf16."""
+def wide_product(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """See `leadline.kernels.project.wide_product`; both are bf16. Into `out` if given: contiguous fp32."""
     if len(x) <= WIDE_TOKENS:
-        return multiply(Input(x, None, "plain"), Weight(matrix), 1, torch.float32)
-    return torch.mm(x, matrix.T, out_dtype=torch.float32)
+        return multiply(Input(x, None, "plain"), Weight(matrix), 1, torch.float32, out=out)
+    return torch.mm(x, matrix.T, out_dtype=torch.float32, out=out)
 
 
 def taken(x: Tensor, weight: Weight) -> Input:
@@ -77,25 +78,37 @@ def has_block_scaled_product(weight: Weight) -> bool:
 
 
 def block_scaled_product(x: Tensor, weight: Weight) -> Tensor:
-    """`x` [T, in], rounded to fp8 here, times an fp8 weight, by cuBLASLt."""
+    """`x` [T, in], rounded to fp8 here, times an fp8 weight, by cuBLASLt, which takes a multiple of 16 rows."""
     assert weight.scale is not None
-    codes, scales = quantize_rows(x)
+    tokens = len(x)
+    missing = -tokens % LIBRARY_MULTIPLE
+    codes, scales = quantize_rows(F.pad(x, (0, 0, 0, missing)) if missing else x)
     kinds = F.ScalingType
     wide = weight.scale.to(torch.float32)
-    return F.scaled_mm(
+    product = F.scaled_mm(
         codes, weight.data.T, scales, kinds.BlockWise1x128, wide.T, kinds.BlockWise128x128, output_dtype=x.dtype
     )
+    return product[:tokens]
 
 
-def multiply(x: Input, weight: Weight, groups: int, dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+def multiply(
+    x: Input,
+    weight: Weight,
+    groups: int,
+    dtype: torch.dtype,
+    plan: Plan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """`x` times `weight` [groups * rows, columns], each group of rows with its part of the input -> [T, groups * rows].
 
-    Sums are in fp32 and rounded once to `dtype`. `plan` is chosen by `plan_product` unless given.
+    Sums are in fp32 and rounded once to `dtype`. `plan` is chosen by `plan_product` unless given. The result goes to
+    `out`, contiguous and of that dtype, if given.
     """
     device, tokens, all_rows = x.values.device, len(x.values), weight.data.shape[-2]
-    kind = "plain" if weight.scale is None else "fp8" if weight.data.dtype == torch.float8_e4m3fn else "fp4"
-    product = Product(tokens, all_rows // groups, x.values.shape[1] // groups, groups, x.form, kind)
-    out = torch.empty(tokens, all_rows, dtype=dtype, device=device)
+    product = Product(tokens, all_rows // groups, x.values.shape[1] // groups, groups, x.form, weight.form)
+    if out is None:
+        out = torch.empty(tokens, all_rows, dtype=dtype, device=device)
+    assert out.is_contiguous() and out.dtype == dtype
     if tokens == 0:
         return out
     chip = chip_of(device)

@@ -47,7 +47,7 @@ def config(chip: Chip, rows: int, d: int) -> Config:
 def route(
     x: Tensor, weight: Tensor, bias: Tensor | None, by_token: Tensor | None, ids: Tensor, active: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As the definition; `weight` may be bf16. Token ids outside of the table count as its first or last one."""
+    """As the definition; `weight` may be bf16. Token ids beyond the table count as its last one."""
     rows, experts = len(x), len(weight)
     chosen = torch.empty((rows, active), dtype=torch.int64, device=x.device)
     weights = torch.empty((rows, active), dtype=torch.float32, device=x.device)
@@ -215,11 +215,12 @@ def _choose(
                 group += tl.load(p_parts + (i_part * rows + i_row) * EXPERTS + o_expert, m_expert, 0.0)
         total += group
     scores = tl.sqrt_rn(tl.maximum(total, 0.0) + _log1p(tl.exp(-tl.abs(total))))
+    token = tl.load(p_ids + i_row)
     if p_by_token is None:
         key = _sortable(scores + tl.load(p_bias + o_expert, m_expert, 0.0), o_expert, B_EXPERTS)
         key = tl.where(m_expert, key, -(2**63))
     else:
-        token = tl.minimum(tl.maximum(tl.load(p_ids + i_row), 0), tokens - 1)
+        p_by_token += tl.minimum(tl.maximum(token, 0), tokens - 1) * ACTIVE
     chosen: tl.tuple = ()
     weights: tl.tuple = ()
     total_weight = 0.0
@@ -228,14 +229,14 @@ def _choose(
             best = (B_EXPERTS - 1) - (tl.max(key) & 0xFFFFFFFF)
             key = tl.where(o_expert == best, -(2**63), key)
         else:
-            best = tl.load(p_by_token + token * ACTIVE + i)
+            best = tl.load(p_by_token + i)
         weight = tl.sum(tl.where(o_expert == best, scores, 0.0))
         total_weight += weight
         chosen += (best,)
         weights += (weight,)
     for i in tl.static_range(ACTIVE):
-        tl.store(p_chosen + i_row * ACTIVE + i, chosen[i])
-        tl.store(p_weights + i_row * ACTIVE + i, weights[i] / total_weight * scale)
+        tl.store(p_chosen + i_row * ACTIVE + i, tl.where(token >= 0, chosen[i], -1))
+        tl.store(p_weights + i_row * ACTIVE + i, tl.where(token >= 0, weights[i] / total_weight * scale, 0.0))
 
 
 @triton.jit
