@@ -1,9 +1,11 @@
 """The `config.json` of the released DeepSeek-V4 checkpoints, so that a model's shape is known without a download."""
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from leadline.config import ModelConfig
+from leadline.config import ModelConfig, Ratio
 
 _COMMON: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -118,3 +120,15 @@ def preset_dict(name: str) -> dict[str, Any]:
 def preset(name: str) -> ModelConfig:
     """The shape of a released model. Raises ValueError for a name that is not in `PRESETS`."""
     return ModelConfig.from_dict(preset_dict(name))
+
+
+def with_layers(model: ModelConfig, ratios: Sequence[Ratio]) -> ModelConfig:
+    """The same model with main layers of these ratios and no draft blocks. Raises ConfigError if there are none."""
+    return replace(
+        model,
+        num_hidden_layers=len(ratios),
+        compress_ratios=tuple(ratios),
+        num_hash_layers=min(model.num_hash_layers, len(ratios)),
+        draft_ratios=(),
+        dspark=None,
+    )

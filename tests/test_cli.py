@@ -21,7 +21,7 @@ import pytest
 from folders import byte_tokenizer, write_model
 from typer.testing import CliRunner, Result
 
-from leadline.cli.bench import Lengths, Record, measure, summarise, synthetic_jobs
+from leadline.bench.throughput import Lengths, Record, measure, summarise, synthetic_jobs
 from leadline.cli.main import app
 from leadline.cli.options import parse_size
 from leadline.engine.llm import LLM

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "leadline"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 BOTTOM = ("formats", "kernels", "config", "presets", "reference", "cache", "checkpoint")
-LAYERS = (*BOTTOM, "parallel", "model", "speculative", "engine", "chat", "tasks", "server", "cli", "__main__")
+LAYERS = (*BOTTOM, "parallel", "model", "speculative", "engine", "bench", "chat", "tasks", "server", "cli", "__main__")
 """From the bottom up: a module imports only from its own layer and from lower ones, so that there are no circles."""
 
 ENGINE_OPTIONS = "--device --dtype --max-context --model --numerics --state-memory "
@@ -37,8 +37,9 @@ OPTIONS = {
     "chat": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--help --system --thinking",
     "serve": "--api-keys --device --dtype --grace --help --host --max-context --max-running --max-waiting --name "
     "--numerics --port --restart --state-memory",
-    "bench": ENGINE_OPTIONS + "--chunk-tokens --concurrency --dataset --help --input-len --json --max-running "
-    "--output-len --plot --prefix-cache --prefix-len --random-range --rate --requests --seed --step-tokens",
+    "bench": ENGINE_OPTIONS + "--batches --breakdown --chunk-tokens --concurrency --contexts --dataset --help "
+    "--input-len --json --layers --max-running --mode --output-len --plot --prefix-cache --prefix-len --random-range "
+    "--random-weights --rate --requests --seed --share-experts --step-tokens --steps",
     "eval": ENGINE_OPTIONS + "--at-least --chunk-tokens --count --help --json --lengths --max-running --max-tokens "
     "--prefix-cache --seed --tasks",
     "convert": "--help --layout --weights",

@@ -1,129 +1,136 @@
-"""`leadline bench`: offline throughput and latency over a workload, synthetic or from a file."""
+"""`leadline bench`: a workload's throughput, the latency of decode steps, or the speed of long prompts."""
 
 import importlib.util
 import json as json_format
-import reprlib
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from leadline.bench import figures, throughput
+from leadline.bench.latency import NoRoom, decode_row
+from leadline.bench.prefill import prefill_row
+from leadline.bench.subject import Subject, loaded_subject, random_subject
 from leadline.cli import options
-from leadline.engine.engine import Engine, Stats
+from leadline.config import EngineConfig
 from leadline.engine.llm import LLM
+from leadline.engine.loading import resolve_device
 from leadline.engine.memory import memory_table
-from leadline.engine.request import Request
-from leadline.engine.sampling import SamplingParams
-
-MOST_CULPRITS = 5
-"""Bad requests that an error message names one by one."""
+from leadline.engine.random_weights import geometry
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request to be sent: its prompt [P] and sampling parameters."""
+class Mode(StrEnum):
+    """What is measured."""
 
-    prompt: NDArray[np.int32]
-    params: SamplingParams
-
-
-@dataclass
-class Record:
-    """What became of a job. Times are seconds since the run began."""
-
-    prompt_tokens: int
-    sent: float
-    arrivals: list[float] = field(default_factory=list)
-    """The moment of each generated token; tokens of one step share it."""
-    cached_tokens: int = 0
-    """Prompt tokens whose computation was reused."""
-
-    @property
-    def ttft(self) -> float:
-        """From sending to the first token."""
-        return self.arrivals[0] - self.sent
-
-    @property
-    def e2e(self) -> float:
-        """From sending to the last token."""
-        return self.arrivals[-1] - self.sent
-
-    @property
-    def tpot(self) -> float:
-        """Mean time per token after the first one, of which there must be one."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (len(self.arrivals) - 1)
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+    PREFILL = "prefill"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A distribution, in milliseconds."""
-
-    mean: float
-    median: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Summary":
-        """Of durations in seconds, of which there must be one."""
-        median, p90, p99 = np.percentile(seconds, (50, 90, 99)) * 1e3
-        return cls(float(np.mean(seconds) * 1e3), float(median), float(p90), float(p99))
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that `leadline bench` shows. `latency` is by name: TTFT, TPOT, ITL, E2E; empty ones are left out.
-
-    Rates are per second of `duration`, which is seconds from the first request to the last token. `prefix_hit_share`
-    is that of all prompt tokens whose computation was reused.
-    """
-
-    model: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    duration: float
-    request_rate: float
-    output_rate: float
-    total_rate: float
-    latency: dict[str, Summary]
-    prefix_hit_share: float
-    steps: int
-    preemptions: int
+_WORKLOAD, _STEPS, _WEIGHTS = "Throughput", "Latency and prefill", "Model without a checkpoint"
+DEFAULT_BATCHES = "1,4,16,64,128"
+DEFAULT_CONTEXTS = {Mode.LATENCY: "1K,4K,32K,128K,1M", Mode.PREFILL: "8K,32K,256K"}
 
 
 def bench(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="How many, of a synthetic workload.")] = 64,
-    input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens of a prompt.")] = 256,
-    output_len: Annotated[int, typer.Option("--output-len", min=1, help="Tokens to generate for each.")] = 64,
+    mode: Annotated[Mode, typer.Option("--mode", help="A workload, single decode steps, or single prompts.")] = (
+        Mode.THROUGHPUT
+    ),
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, help="How many, of a synthetic workload.", rich_help_panel=_WORKLOAD)
+    ] = 64,
+    input_len: Annotated[
+        int, typer.Option("--input-len", min=1, help="Tokens of a prompt.", rich_help_panel=_WORKLOAD)
+    ] = 256,
+    output_len: Annotated[
+        int, typer.Option("--output-len", min=1, help="Tokens to generate for each.", rich_help_panel=_WORKLOAD)
+    ] = 64,
     prefix_len: Annotated[
-        int, typer.Option("--prefix-len", min=0, help="Tokens that all prompts share, before those of --input-len.")
+        int,
+        typer.Option(
+            "--prefix-len",
+            min=0,
+            help="Tokens that all prompts share, before those of --input-len.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = 0,
     random_range: Annotated[
         float,
-        typer.Option("--random-range", min=0, max=1, help="Lengths vary evenly by this share, up and down."),
+        typer.Option(
+            "--random-range",
+            min=0,
+            max=1,
+            help="Lengths vary evenly by this share, up and down.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = 0.0,
     dataset: Annotated[
         Path | None,
-        typer.Option("--dataset", help='Take requests from lines of {"prompt": text or ids, "max_tokens": number}.'),
+        typer.Option(
+            "--dataset",
+            help='Take requests from lines of {"prompt": text or ids, "max_tokens": number}.',
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, help="Requests under way at once. Default: all.")
+        int | None,
+        typer.Option(
+            "--concurrency", min=1, help="Requests under way at once. Default: all.", rich_help_panel=_WORKLOAD
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0, help="Requests sent per second, at random. Default: no wait.")
+        float | None,
+        typer.Option(
+            "--rate",
+            min=0,
+            help="Requests sent per second, at random. Default: no wait.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of token ids, lengths, moments and sampling.")] = 0,
+    batches: Annotated[
+        str, typer.Option("--batches", help="Requests in a decode step, one row each.", rich_help_panel=_STEPS)
+    ] = DEFAULT_BATCHES,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--contexts",
+            help=f"Tokens before a decode step [{DEFAULT_CONTEXTS[Mode.LATENCY]}], or of a prompt "
+            f"[{DEFAULT_CONTEXTS[Mode.PREFILL]}].",
+            rich_help_panel=_STEPS,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Of each decode row.", rich_help_panel=_STEPS)] = 64,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="A decode step by operation, on a GPU.", rich_help_panel=_STEPS)
+    ] = False,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--random-weights",
+            help="Random weights in a preset's geometry: tiny, flash, pro ...",
+            rich_help_panel=_WEIGHTS,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", help="How many of its layers, or their ratios: 0,0,4,128.", rich_help_panel=_WEIGHTS),
+    ] = None,
+    share_experts: Annotated[
+        int | None,
+        typer.Option(
+            "--share-experts",
+            min=1,
+            help="Distinct stacks of experts, which layers use in turn. Default: one a layer.",
+            rich_help_panel=_WEIGHTS,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of weights, token ids, lengths, moments and sampling.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw them into a PNG file.")] = None,
     model: options.Model = None,
@@ -140,242 +147,111 @@ def bench(
     """Measure throughput and latency."""
     if rate == 0:
         raise typer.BadParameter("--rate is 0; it must be above 0")
+    sizes = [options.parse_size(size) for size in (contexts or DEFAULT_CONTEXTS.get(mode, "1")).split(",")]
+    numbers = [options.parse_size(number) for number in batches.split(",")]
+    if min(sizes + numbers) < 1:
+        raise typer.BadParameter("--batches and --contexts must all be at least 1")
+    chosen_layers = _layers(layers)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install 'leadline[plot]'")
-    llm = LLM(
-        model,
-        dtype=dtype,
-        numerics=numerics,
-        device=device,
-        max_context=max_context,
-        state_bytes=state_memory,
-        max_running=max_running,
-        step_tokens=step_tokens,
-        chunk_tokens=chunk_tokens,
-        prefix_cache=prefix_cache,
-    )
-    Console(stderr=True, soft_wrap=True).print(memory_table(llm.engine.memory))
-    rng = np.random.default_rng(seed)
-    if dataset is not None:
-        jobs = read_jobs(dataset, llm, output_len, seed)
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "numerics": numerics,
+        "device": device,
+        "max_context": max_context,
+        "state_bytes": state_memory,
+        "max_running": max(max_running, *numbers) if mode == Mode.LATENCY else max_running,
+        "step_tokens": step_tokens,
+        "chunk_tokens": chunk_tokens,
+        "prefix_cache": prefix_cache,
+    }
+    _check(mode, random_weights, settings, layers, share_experts, breakdown)
+    subject = _subject(settings, random_weights, chosen_layers, share_experts, seed)
+    Console(stderr=True, soft_wrap=True).print(memory_table(subject.engine.memory))
+    if mode == Mode.THROUGHPUT:
+        lengths = throughput.Lengths(requests, input_len, output_len, prefix_len, random_range)
+        source = dataset if dataset is not None else lengths
+        told, drawing = throughput.run(subject, source, output_len, rate, concurrency, seed)
+    elif mode == Mode.LATENCY:
+        told, drawing = _latency(subject, numbers, sizes, steps, seed, breakdown)
     else:
-        lengths = Lengths(requests, input_len, output_len, prefix_len, random_range)
-        jobs = synthetic_jobs(lengths, llm.engine.model.vocab_size, rng, seed)
-    check_jobs(llm.engine, jobs)
-    due = np.zeros(len(jobs)) if rate is None else np.cumsum(rng.exponential(1 / rate, len(jobs)))
-    warm_up(llm.engine, jobs[0])
-    before = llm.stats()
-    with _bar(llm.progress) as bar:
-        task = bar.add_task("running", total=sum(job.params.max_tokens or 0 for job in jobs))
-        records = measure(llm.engine, jobs, due.tolist(), concurrency, lambda count: bar.advance(task, count))
-    report = summarise(model or "built-in model", records, before, llm.stats())
-    llm.close()
-    show(report, Console())
+        told, drawing = _prefill(subject, sizes, seed)
+    subject.engine.close()
     if json is not None:
-        json.write_text(json_format.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        json.write_text(json_format.dumps(told, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        draw(records, plot)
+        drawing(plot)
 
 
-# ---------------------------------------------------------------------------------------------- the workload
+def _layers(text: str | None) -> int | list[int] | None:
+    """`--layers`: a number of layers, or the ratio of each. Raises typer.BadParameter for anything else."""
+    if text is None:
+        return None
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--layers is {text!r}; allowed: a number, or ratios such as 0,0,4,128") from error
+    return values if "," in text else values[0]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """A synthetic workload's shape; `spread` 0.2 draws each length evenly from 80 % to 120 % of the one given."""
-
-    requests: int
-    input: int
-    output: int
-    prefix: int
-    spread: float
-
-    def draw(self, rng: np.random.Generator, mean: int) -> list[int]:
-        """A length of at least 1 for each request."""
-        low, high = max(1, round(mean * (1 - self.spread))), round(mean * (1 + self.spread))
-        return [int(length) for length in rng.integers(low, high + 1, self.requests)]
-
-
-def synthetic_jobs(lengths: Lengths, vocab_size: int, rng: np.random.Generator, seed: int) -> list[Job]:
-    """Prompts of random token ids, the first `lengths.prefix` of them the same in all; outputs run to full length."""
-    prefix = rng.integers(0, vocab_size, lengths.prefix)
-    sizes = zip(lengths.draw(rng, lengths.input), lengths.draw(rng, lengths.output), strict=True)
-    return [
-        Job(
-            np.concatenate([prefix, rng.integers(0, vocab_size, input)]).astype(np.int32),
-            SamplingParams(max_tokens=output, ignore_eos=True, seed=seed + number),
-        )
-        for number, (input, output) in enumerate(sizes)
-    ]
+def _check(
+    mode: Mode, random_weights: str | None, settings: dict[str, Any], layers: str | None, share: int | None, parts: bool
+) -> None:
+    """Raise ValueError naming every pair of options that do not go together."""
+    found = []
+    if random_weights is None and (layers is not None or share is not None):
+        found.append("--layers and --share-experts shape a model of --random-weights, which is not given")
+    if random_weights is not None and settings["model"] is not None:
+        found.append(f"--random-weights {random_weights} needs no --model, but {settings['model']} is given")
+    if parts and mode != Mode.LATENCY:
+        found.append(f"--breakdown is of --mode latency, not {mode}")
+    elif parts and resolve_device(settings["device"]) == "cpu":
+        found.append("--breakdown tells kernels on a GPU apart; this runs on the CPU")
+    if mode == Mode.LATENCY and not settings["prefix_cache"]:
+        found.append("--mode latency takes prompts as run by way of the prefix cache: not with --no-prefix-cache")
+    if found:
+        raise ValueError("; ".join(found))
 
 
-def read_jobs(path: Path, llm: LLM, max_tokens: int, seed: int) -> list[Job]:
-    """The requests of a JSON-lines file; a line's own `max_tokens` goes before the one given.
+def _subject(
+    settings: dict[str, Any], random_weights: str | None, layers: int | list[int] | None, share: int | None, seed: int
+) -> Subject:
+    if random_weights is None:
+        return loaded_subject(LLM(**settings))
+    shape = geometry(random_weights, layers)
+    stacks = min(share or shape.num_hidden_layers, shape.num_hidden_layers)
+    return random_subject(EngineConfig(**settings, seed=seed), shape, random_weights, stacks, sys.stderr.isatty())
 
-    Raises ValueError naming every bad line.
-    """
-    jobs, culprits = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+
+def _latency(
+    subject: Subject, batches: list[int], contexts: list[int], steps: int, seed: int, breakdown: bool
+) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    subject.prepare(seed)
+    rows = []
+    figures.say(figures.head(subject, figures.DECODE_HEAD))
+    for context in contexts:
+        for batch in batches:
+            try:
+                row = decode_row(subject, batch, context, steps, seed, breakdown)
+            except NoRoom as error:
+                figures.say([f"{figures.line([str(batch), f'{context:,}'])}    left out: {error}"])
+                continue
+            rows.append(row)
+            figures.say([figures.decode_line(row), *(figures.operation_lines(row) if breakdown else [])])
+    figures.say(figures.memory_lines(subject.memory()))
+    return figures.told(subject, "latency", rows), lambda path: figures.draw_decode(rows, path)
+
+
+def _prefill(subject: Subject, lengths: list[int], seed: int) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    subject.prepare(seed)
+    rows = []
+    figures.say(figures.head(subject, figures.PREFILL_HEAD))
+    for length in lengths:
         try:
-            record = json_format.loads(line)
-            if not isinstance(record, dict) or "prompt" not in record:
-                raise ValueError(f"it must be a JSON object with a prompt, not {reprlib.repr(record)}")
-            params = SamplingParams(max_tokens=record.get("max_tokens", max_tokens), seed=seed + number)
-            jobs.append(Job(llm.encode(record["prompt"]), params))
-        except ValueError as error:
-            culprits.append(f"line {number}: {error}")
-    if not jobs and not culprits:
-        culprits.append("there are no lines")
-    if culprits:
-        raise ValueError(f"{path}: {_several(culprits)}")
-    return jobs
-
-
-def check_jobs(engine: Engine, jobs: Sequence[Job]) -> None:
-    """Raise ValueError naming every job that the engine would refuse."""
-    culprits = []
-    for number, job in enumerate(jobs, 1):
-        try:
-            engine.check(job.prompt, job.params)
-        except ValueError as error:
-            culprits.append(f"request {number}: {error}")
-    if culprits:
-        raise ValueError(_several(culprits))
-
-
-def _several(culprits: Sequence[str]) -> str:
-    more = [f"and {len(culprits) - MOST_CULPRITS} more"] if len(culprits) > MOST_CULPRITS else []
-    return "\n".join([*culprits[:MOST_CULPRITS], *more])
-
-
-# ---------------------------------------------------------------------------------------------------- the run
-
-
-def warm_up(engine: Engine, job: Job) -> None:
-    """Run a little of a job, so that what happens only once is not measured, and forget it."""
-    prompt = job.prompt[: engine.config.chunk_tokens]
-    engine.add(prompt, SamplingParams(max_tokens=min(4, job.params.max_tokens or 4), ignore_eos=True))
-    while engine.busy:
-        engine.step()
-    engine.reset_cache()
-
-
-def measure(
-    engine: Engine,
-    jobs: Sequence[Job],
-    due: Sequence[float],
-    concurrency: int | None,
-    advance: Callable[[int], None],
-) -> list[Record]:
-    """Send each job when it is due, in seconds from now, with at most `concurrency` of them under way; run them all.
-
-    A job that has to wait for others to end counts as sent when it may go. `advance` is told of tokens generated, or
-    given up by an early end.
-    """
-    queue = deque(zip(jobs, due, strict=True))
-    most = engine.config.max_waiting if concurrency is None else min(concurrency, engine.config.max_waiting)
-    records: list[Record] = []
-    open_records: dict[Request, Record] = {}
-    begun = time.perf_counter()
-    while queue or open_records:
-        now = time.perf_counter() - begun
-        while queue and queue[0][1] <= now and len(open_records) < most:
-            job, moment = queue.popleft()
-            record = Record(len(job.prompt), moment if concurrency is None else now)
-            [request] = engine.add(job.prompt, job.params)
-            open_records[request] = record
-            records.append(record)
-        if not open_records:
-            time.sleep(max(0.0, queue[0][1] - now))
-            continue
-        for update in engine.step():
-            if update.error:
-                raise update.error
-            request, record = update.request, open_records[update.request]
-            record.arrivals += [time.perf_counter() - begun] * len(update.tokens)
-            advance(len(update.tokens))
-            if update.finish_reason:
-                record.cached_tokens = max(0, request.reused)
-                advance((request.params.max_tokens or 0) - len(record.arrivals))
-                del open_records[request]
-    return records
-
-
-def summarise(model: str, records: Sequence[Record], before: Stats, after: Stats) -> Report:
-    """The figures of a run, of which `before` and `after` are the engine's counts."""
-    prompt = sum(record.prompt_tokens for record in records)
-    output = sum(len(record.arrivals) for record in records)
-    duration = max(record.arrivals[-1] for record in records) - min(record.sent for record in records)
-    latency = {
-        "TTFT": [record.ttft for record in records],
-        "TPOT": [record.tpot for record in records if len(record.arrivals) > 1],
-        "ITL": [gap for record in records for gap in np.diff(record.arrivals).tolist()],
-        "E2E": [record.e2e for record in records],
-    }
-    return Report(
-        model=model,
-        requests=len(records),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        duration=duration,
-        request_rate=len(records) / duration,
-        output_rate=output / duration,
-        total_rate=(prompt + output) / duration,
-        latency={name: Summary.of(values) for name, values in latency.items() if values},
-        prefix_hit_share=sum(record.cached_tokens for record in records) / prompt,
-        steps=after.steps - before.steps,
-        preemptions=after.preemptions - before.preemptions,
-    )
-
-
-# ------------------------------------------------------------------------------------------------- the figures
-
-
-def _bar(shown: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
-
-
-def show(report: Report, console: Console) -> None:
-    """Print a report as tables."""
-    figures = {
-        "requests": f"{report.requests:,} in {report.duration:.2f} s, {report.request_rate:.2f} /s",
-        "prompt tokens": f"{report.prompt_tokens:,}, {report.prefix_hit_share:.1%} from the prefix cache",
-        "output tokens": f"{report.output_tokens:,}, {report.output_rate:,.1f} /s",
-        "all tokens": f"{report.prompt_tokens + report.output_tokens:,}, {report.total_rate:,.1f} /s",
-        "steps": f"{report.steps:,}, {report.preemptions:,} preemptions",
-    }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in figures.items():
-        table.add_row(name, value)
-    console.print(f"[bold]{report.model}[/bold]")
-    console.print(table)
-    latency = Table("ms", box=SIMPLE_HEAD, pad_edge=False)
-    for column in (column.name for column in fields(Summary)):
-        latency.add_column(column, justify="right")
-    for name, summary in report.latency.items():
-        latency.add_row(name, *(f"{value:,.1f}" for value in asdict(summary).values()))
-    console.print(latency)
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Write a PNG: output tokens per second over the run, and the share of requests within each latency."""
-    from matplotlib.figure import Figure  # optional, and slow to import
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    arrivals = np.sort(np.concatenate([record.arrivals for record in records]))
-    counts, edges = np.histogram(arrivals, bins=min(100, max(1, len(arrivals) // 20)), range=(0, arrivals[-1]))
-    left.stairs(counts / np.diff(edges), edges)
-    left.set(xlabel="time [s]", ylabel="output tokens/s", ylim=(0, None))
-    several = [record for record in records if len(record.arrivals) > 1]
-    for name, values in (
-        ("TTFT", [record.ttft for record in records]),
-        ("TPOT", [record.tpot for record in several]),
-        ("E2E", [record.e2e for record in records]),
-    ):
-        if values:
-            right.ecdf(np.array(values) * 1e3, label=name)
-    right.set(xlabel="latency [ms]", ylabel="share of requests", xscale="log")
-    right.legend()
-    figure.savefig(path, format="png", dpi=150)
+            rows.append(prefill_row(subject, length, seed))
+            figures.say([figures.prefill_line(rows[-1])])
+        except NoRoom as error:
+            figures.say([f"{figures.line([f'{length:,}'])}    left out: {error}"])
+    figures.say(figures.memory_lines(subject.memory()))
+    return figures.told(subject, "prefill", rows), lambda path: figures.draw_prefill(rows, path)
