@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +160,74 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone(load: Load, monk
     assert [str(update.error) for update in updates if update.request is bad] == ["too large"]
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     assert engine.problems() == []
+
+
+class SlowCompiler:
+    """In place of `Grammars._compile`: holds back regular expressions of an "s" until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        compile = Grammars._compile
+
+        def slowly(grammars: Grammars, grammar: str) -> Any:
+            assert "s" not in json.loads(grammar)["format"]["pattern"] or self.go.wait(5), "nobody let it go on"
+            return compile(grammars, grammar)
+
+        monkeypatch.setattr(Grammars, "_compile", slowly)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("after", [None, END_THINK], ids=["at once", "after thinking"])
+def test_a_grammar_that_takes_long_delays_its_own_requests_alone(
+    load: Load, monkeypatch: pytest.MonkeyPatch, overlap: bool, after: int | None
+) -> None:
+    """Twice as many as may run wait for it; then it comes, and they go before whoever came later."""
+    slow = SlowCompiler(monkeypatch)
+    engine = load(overlap=overlap, max_running=2).engine
+    ids, ended = np.array(PROMPT, np.int32), []
+    bias = {END_THINK: 100.0} if after is not None else {}
+    constrained = SamplingParams(n=2, max_tokens=9, logit_bias=bias, constraint=Constraint(regex("s{3}"), after))
+    free = SamplingParams(max_tokens=3, ignore_eos=True)
+    held = [request for _ in range(2) for request in engine.add(ids, constrained)]
+    others = [request for _ in range(5) for request in engine.add(ids, free)]
+
+    def step() -> None:
+        for update in engine.step():
+            assert update.error is None
+            ended.extend([update.request] if update.finish_reason else [])
+        assert engine.problems() == []
+
+    while len(ended) < len(others):
+        step()
+    assert ended == others and all(request.computed == 0 for request in held)
+    later = engine.add(ids, free)
+    slow.go.set()
+    assert all(request.matcher._compiled.result() for request in held)
+    while engine.busy:
+        step()
+    assert ended[len(others) :] == [*held, *later]
+    assert all(TOKENIZER.decode(request.output.tolist()).endswith("sss") for request in held)
+    engine.close()
+
+
+def test_who_waits_for_a_grammar_alone_takes_no_time_and_can_leave(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowCompiler(monkeypatch)
+    engine = load().engine
+    params = SamplingParams(max_tokens=9, constraint=Constraint(regex("s{3}")))
+    stays, leaves = (engine.add(np.array(PROMPT, np.int32), params)[0] for _ in range(2))
+    begun, steps = time.monotonic(), 0
+    while time.monotonic() < begun + 0.3:
+        assert engine.step() == []
+        steps += 1
+    assert 3 <= steps <= 40, "it sleeps, but not for long"
+    engine.abort(leaves)
+    assert [update.finish_reason for update in engine.step()] == ["abort"]
+    threading.Timer(0.1, slow.go.set).start()
+    while engine.busy:
+        engine.step()
+    assert (stays.finish_reason, leaves.finish_reason) == ("stop", "abort")
+    assert engine.problems() == []
+    engine.close()
 
 
 def test_the_mark_of_tool_calls_cannot_be_spelled_by_other_tokens() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from leadline.cache.pages import Pool
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.detokenize import Detokenizer, TokenBytes
-from leadline.engine.grammar import Grammars, Matcher
+from leadline.engine.grammar import Grammars, Matcher, wait_for_one
 from leadline.engine.memory import MemoryPlan
 from leadline.engine.plan import Ints, Layout, build_plan
 from leadline.engine.request import Request
@@ -204,9 +204,19 @@ class Engine:
         if self._launched and (step is None or len(self._launched) > self._depth):
             updates += self._absorb(self._launched.popleft())
         elif step is None and self.scheduler.waiting and not updates:
-            raise RuntimeError(f"{len(self.scheduler.waiting)} requests wait and none can start: {self.problems()}")
+            self._await_grammar()
+            begun = perf_counter()  # waiting is no work
         self._busy_seconds += perf_counter() - begun
         return updates
+
+    def _await_grammar(self) -> None:
+        """Sleep until a grammar is compiled that requests wait for, but not for long: others may come or leave.
+
+        Raises RuntimeError if requests wait for something else, which nothing can bring.
+        """
+        if not self.scheduler.compiling:
+            raise RuntimeError(f"{len(self.scheduler.waiting)} requests wait and none can start: {self.problems()}")
+        wait_for_one(self.scheduler.compiling, seconds=0.01)
 
     def _launch(self, step: Step) -> None:
         """Build the plan and hand it to the runner."""

@@ -1,7 +1,7 @@
 """Following outputs along their grammars: which tokens may come next. The grammars are those of xgrammar."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,11 @@ class Matcher:
         self._ended = False
         self.error: Exception | None = None
         """Why the grammar could not be compiled; everything is allowed then, and the request is to be ended."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the grammar is compiled, or could not be: `allowed` need not wait for it."""
+        return self._compiled.done()
 
     def allowed(self) -> Bits | None:
         """The tokens that may come next; None if all may. Waits for the grammar where it is not compiled yet."""
@@ -52,6 +57,11 @@ class Matcher:
         accepted = self._matcher.accept_token(token)
         assert accepted, f"token {token} was not allowed"
         self._ended = self._matcher.is_terminated()
+
+
+def wait_for_one(matchers: Iterable[Matcher], seconds: float) -> None:
+    """Return when one of the matchers is ready, or after `seconds`."""
+    wait({matcher._compiled for matcher in matchers}, seconds, FIRST_COMPLETED)
 
 
 class Grammars:

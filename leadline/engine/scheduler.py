@@ -1,9 +1,10 @@
 """The scheduler: which tokens of which requests the next step computes, and who holds pages and slots for it.
 
 Decode tokens come first, one per running request; prompts share what is left of the token budget in chunks, oldest
-first. Pages are reserved in the order of age, so that the oldest request always gets on: it may preempt the newest.
-A preempted request gives everything up. Its pages and snapshots stay in the prefix index while there is room, and it
-comes back through the same admission as a new request, finding what is still there.
+first. A request waits until its grammar is compiled, and lets newer ones by. Pages are reserved in the order of age, so
+that the oldest request always gets on: it may preempt the newest. A preempted request gives everything up. Its pages
+and snapshots stay in the prefix index while there is room, and it comes back through the same admission as a new
+request, finding what is still there.
 """
 
 import bisect
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from leadline.cache.pages import Pool
 from leadline.cache.prefix import Match, Node, PrefixIndex
 from leadline.config import PAGE_TOKENS
+from leadline.engine.grammar import Matcher
 from leadline.engine.plan import Chunk, FrontierWrite, Preparation
 from leadline.engine.request import Request
 from leadline.model.state import pages_for
@@ -83,6 +85,8 @@ class Scheduler:
         self.page_table: NDArray[np.int32] = np.full((slots.size, columns), -1, np.int32)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.compiling: list[Matcher] = []
+        """Those of the waiting requests that the last `schedule` passed over, since their grammars were not ready."""
         self.preemptions = 0
         self.tokens_run = 0
         self.tokens_reused = 0
@@ -246,7 +250,7 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         """Start waiting requests in order while there is room; one that waits for another's pages lets others by."""
-        for request in self.waiting[: self.limits.running]:
+        for request in self._next():
             if budget <= 0 or len(self.running) >= self.limits.running:
                 return
             if request.in_flight or request.leader is not None:
@@ -265,6 +269,19 @@ class Scheduler:
                 assert added, "admission counted the pages before"
             self._plan(step, request, count)
             budget -= count
+
+    def _next(self) -> list[Request]:
+        """The waiting requests to start next: as many as may run, past those whose grammars are not ready."""
+        found: list[Request] = []
+        self.compiling = []
+        for request in self.waiting:
+            if len(found) == self.limits.running:
+                break
+            if request.matcher is None or request.matcher.ready:
+                found.append(request)
+            else:
+                self.compiling.append(request.matcher)
+        return found
 
     def _start(self, step: Step, request: Request, match: Match) -> bool:
         """Make `request` run from the last snapshot of `match`; False if there is no room for its tokens."""
