@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/pytest -q -n auto --maxprocesses 8
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadgroup
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

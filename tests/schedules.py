@@ -25,9 +25,9 @@ from leadline.model.transformer import Transformer
 from leadline.model.weights import WeightStore
 
 MODELS = {
-    "window only": {"compress_ratios": [0, 0, 0], "sliding_window": 24},
-    "csa": {"compress_ratios": [4, 4, 0], "sliding_window": 8, "index_topk": 16},
-    "hca": {"compress_ratios": [128, 0, 0], "sliding_window": 3},
+    "window only": {"compress_ratios": [0, 0], "sliding_window": 24},
+    "csa": {"compress_ratios": [4, 0], "sliding_window": 8, "index_topk": 16},
+    "hca": {"compress_ratios": [128, 0], "sliding_window": 3},
     "all kinds": {"compress_ratios": [0, 4, 128, 0], "sliding_window": 128, "index_topk": 4, "num_hash_layers": 1},
 }
 
@@ -48,6 +48,7 @@ def model(kind: str) -> Transformer:
     fixed = MODELS[kind]
     layers = len(fixed["compress_ratios"]) - 1
     shape = {"hc_mult": 2, "hc_sinkhorn_iters": 2, "num_hash_layers": 0, "num_hidden_layers": layers, "vocab_size": 97}
+    shape |= {"n_routed_experts": 4, "num_experts_per_tok": 1}
     raw = random_config(random.Random(0), hidden_size=64, num_attention_heads=2, o_groups=1, **{**shape, **fixed})
     return serving_model(random_reference(raw, seed=len(kind)))
 

@@ -40,7 +40,7 @@ def answers(**settings: Any) -> dict[tuple[str, int], list[Outcome]]:
     cells = [("recall", 300), *plan([kind for kind in KINDS if kind != "recall"], [64])]
     found = {}
     for kind, length in cells:
-        cell = run(llm, format, ask(llm, format, kind, length, 0, 8 if kind == "recall" else 2, 24))
+        cell = run(llm, format, ask(llm, format, kind, length, 0, 4 if kind == "recall" else 1, 16))
         found[kind, length] = list(cell.outcomes)
     assert not llm.engine.problems()
     llm.close()

@@ -182,6 +182,21 @@ def test_a_cut_anywhere_is_a_finish_by_length_without_markup(scripted: Live, str
         assert answer.content == "" or answer.thinking
 
 
+@BOTH
+@pytest.mark.parametrize("opener", ["toolcalls", "tool_call", " tool_calls", "function_calls"])
+@pytest.mark.parametrize("closer", ["tool_calls", "the same"])
+def test_v52_calls_behind_a_misspelled_opener_are_read(scripted: Live, opener: str, closer: str, stream: bool) -> None:
+    said = CALL.replace("<｜DSML｜tool_calls>", f"<｜DSML｜{opener}>")
+    if closer == "the same":
+        said = said.replace("</｜DSML｜tool_calls>", f"</｜DSML｜{opener}>")
+    for seed in range(3):
+        script(scripted, "Let me look.", said, rng=random.Random(seed))
+        ((answer,), _) = ask(scripted, tools=[BASH], stream=stream)
+        assert (answer.thinking, answer.content, answer.reason) == ("Let me look.", "Ok.", "tool_calls")
+        assert [call["name"] for call in answer.calls] == ["bash"]
+        assert answer.arguments == [{"command": "ls -la 2>&1"}]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_cut_into_steps_does_not_matter(scripted: Live, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,7 +1,9 @@
 """What a server answers to what it must refuse: OpenAI's error object, the right status, every culprit, no harm."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -85,6 +87,66 @@ def test_a_bad_completion_is_refused_and_the_next_one_runs(live: Live, body: Any
     assert error["type"] == "invalid_request_error"
     assert words in error["message"]
     works(live)
+
+
+V42: list[tuple[Any, str]] = [
+    ('{"prompt": "a", "temperature": NaN}', "temperature"),
+    ('{"prompt": "a", "temperature": Infinity}', "temperature"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 2.1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"),
+    ('{"prompt": "a", "top_p": NaN}', "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    ({"prompt": "a", "n": 0}, "n is 0"),
+    ({"prompt": "a", "n": 1000}, "n is 1000"),
+    ({"prompt": "a", "seed": 2**70}, "seed"),
+    ({"prompt": "a", "logit_bias": {"129280": 5}}, "logit_bias"),
+    ("{broken", "JSON"),
+]
+"""Bodies, and what the refusal must name."""
+
+
+def test_v42_bad_values_harm_none_of_eight_that_run(live: Live) -> None:
+    def answer(seed: int) -> str:
+        return (
+            live.openai.completions.create(
+                model="tiny", prompt="Once", seed=seed, temperature=1, max_tokens=16, extra_body={"ignore_eos": True}
+            )
+            .choices[0]
+            .text
+        )
+
+    def keep_asking(seed: int) -> list[str]:
+        answers = [answer(seed)]
+        while not enough.is_set():
+            answers.append(answer(seed))
+        return answers
+
+    alone = [answer(seed) for seed in range(8)]
+    assert len(set(alone)) == 8
+    enough = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(keep_asking, seed) for seed in range(8)]
+        try:
+            for body, words in V42:
+                status, error = post(live, "/v1/completions", body)
+                assert status == 400 and words in error["message"], body
+                works(live)
+            assert post(live, "/v1/completions", {"prompt": "a", "model": "gpt-5"})[0] == 404
+            refused = live.http.get("/v1/completions")
+            assert refused.status_code == 405 and refused.json()["error"]
+            off = live.openai.completions.create(model="tiny", prompt="a", max_tokens=2, extra_body={"top_k": 9999999})
+            assert off.choices[0].finish_reason == "length"
+            works(live)
+        finally:
+            enough.set()
+        for seed, future in enumerate(running):
+            assert set(future.result()) == {alone[seed]}
+    assert live.idle()
 
 
 def nested(depth: int) -> Any:

@@ -25,7 +25,7 @@ TOOL = {
         },
     },
 }
-SEEDS = range(16)
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
 
 
 @pytest.fixture(scope="module")
