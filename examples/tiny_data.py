@@ -74,12 +74,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=30_000, help="stories and conversations to write")
     parser.add_argument("--tasks", type=int, default=75_000, help="documents of tasks to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to keep, so that weights of an earlier run fit")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chapters = [chapter for book in fetch_books(arguments.out / "cache") for chapter in split_chapters(book)]
     written = list(write_documents(arguments.documents, arguments.seed))
-    rough = list(write_tasks(min(TOKENIZER_TASKS, arguments.tasks), arguments.seed, rough_measure))
-    tokenizer = train_tokenizer(chapters + [text for _, text in written[:TOKENIZER_STORIES] + rough])
+    if arguments.tokenizer:
+        tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    else:
+        rough = list(write_tasks(min(TOKENIZER_TASKS, arguments.tasks), arguments.seed, rough_measure))
+        tokenizer = train_tokenizer(chapters + [text for _, text in written[:TOKENIZER_STORIES] + rough])
     save_tokenizer(tokenizer, arguments.out)
     tasks = write_tasks(arguments.tasks, arguments.seed, token_measure(tokenizer))
     written += track(tasks, description="writing tasks", total=arguments.tasks)

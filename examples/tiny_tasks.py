@@ -13,23 +13,23 @@ from leadline.tasks.suite import EVALUATION_SEEDS, dialogue
 from leadline.tasks.task import Dialogue, Measure
 
 SHARES = {
-    "recall": 0.42,
-    "copy": 0.2,
-    "arithmetic": 0.14,
-    "tool": 0.1,
-    "reverse": 0.05,
-    "system": 0.05,
+    "recall": 0.38,
+    "copy": 0.28,
+    "arithmetic": 0.11,
+    "tool": 0.09,
+    "reverse": 0.06,
+    "system": 0.04,
     "stop": 0.04,
 }
-"""Of the documents; of the tokens recall has three quarters."""
+"""Of the documents; of the tokens recall has two thirds."""
 LENGTHS = {
-    "recall": ((0.3, 32, 160), (0.3, 160, 360), (0.22, 360, 800), (0.18, 800, 4000)),
+    "recall": ((0.25, 32, 160), (0.25, 160, 360), (0.24, 360, 800), (0.26, 800, 4000)),
     "system": ((0.8, 32, 360), (0.2, 360, 800)),
-    "copy": ((0.5, 16, 60), (0.5, 60, 150)),
+    "copy": ((0.25, 16, 60), (0.75, 60, 150)),
     "reverse": ((1.0, 16, 80),),
 }
 """(share, least, most) tokens of the first turn's prompt; a kind that is not here is as long as it takes."""
-TURNS = {"recall": (6, 40), "system": (1, 6), "copy": (1, 3), "reverse": (1, 3), "stop": (1, 6), "tool": (2, 8)}
+TURNS = {"recall": (6, 60), "system": (1, 6), "copy": (1, 3), "reverse": (1, 3), "stop": (1, 6), "tool": (2, 8)}
 """(least, most) questions of a dialogue: many, since each one is learned from and a long text alone teaches little."""
 LONGEST = 4096
 """Tokens of a document with all its questions, or little more."""

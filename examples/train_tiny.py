@@ -8,7 +8,8 @@ Two stages share one set of parameters. The first learns in bf16, with every ent
 activations, window rows, entries and index keys as official inference does (`native`), lets CSA layers read only the
 best `index_topk` entries, and computes with weights rounded to their storage format, while the optimizer keeps the
 unrounded ones: the straight-through estimator. So the shipped files behave as trained. Steps of short and long rows
-take turns, each of documents that just fit into a row.
+take turns, each of documents that just fit into a row. `tiny_indexers.py` can give the second good indexers to begin
+with: then run the first alone (`--native-from 1`), that script, and the second alone (`--init`, `--native-from 0`).
 
 What an answer is made of counts more than other text (`ANSWER_WEIGHT`): it is a small share of all tokens, and most
 others, such as a list's facts, cannot be foretold.
@@ -67,8 +68,8 @@ CONFIG = {
     "swiglu_limit": 10.0,
     "hidden_act": "silu",
     "index_n_heads": 16,
-    "index_head_dim": 64,
-    "index_topk": 32,
+    "index_head_dim": 128,
+    "index_topk": 8,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
     "hc_eps": 1e-06,
@@ -136,7 +137,8 @@ def main() -> None:
     stages = (Stage(arguments.native_from, short, native=False), Stage(1.0, (*short, *long), native=True))
     use_banded_attention()
     data = Data(arguments.data / "data.npz", arguments.device)
-    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.tokens, arguments.device, arguments.learning_rate)
+    rates = (arguments.learning_rate, arguments.index_learning_rate)
+    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.tokens, arguments.device, rates)
     if arguments.init:
         run.set_weights(
             {
@@ -148,7 +150,7 @@ def main() -> None:
     run.resume(arguments.out)
     for stage, plan in enumerate(stages):
         for length in plan.lengths:
-            if plan.until > 0:
+            if plan.until > (stages[stage - 1].until if stage else 0):
                 run.warm_up(stage, length, data)
     print(f"ready after {time.monotonic() - start:.0f} s, {sum(p.numel() for p in run.weights.values()):,} parameters")
     if arguments.profile:
@@ -179,6 +181,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--native-from", type=float, default=0.45, help="share of the time after which rounding begins")
     parser.add_argument("--init", type=Path, help="folder with the weights of another run to begin with")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--index-learning-rate", type=float, default=3e-4, help="that of the indexers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="print where the time of some steps goes")
@@ -246,8 +249,7 @@ def mean(losses: Tensor, weights: Tensor) -> Tensor:
 class IndexLoss:
     """Observes a forward pass and sums up how far each indexer's scores are from the attention they must predict.
 
-    Top-k selection passes no gradient, so an indexer learns from this loss alone: the cross-entropy between the
-    attention that the entries get and the softmax of their scores.
+    Top-k selection passes no gradient, so an indexer learns from this loss alone.
     """
 
     def __init__(self) -> None:
@@ -257,23 +259,27 @@ class IndexLoss:
     def __call__(self, name: str, value: Tensor) -> None:
         if name.endswith("index_scores"):
             self.scores = value
-        elif name.endswith("attn.weights") and self.scores is not None:
-            self.losses.append(index_loss(self.scores, value.detach()))
+        elif name.endswith("attn.wanted") and self.scores is not None:
+            self.losses.append(index_loss(self.scores, value))
             self.scores = None
 
 
-def index_loss(scores: Tensor, weights: Tensor) -> Tensor:
-    """Index scores [B, S, C] and the entries' attention weights [B, S, H, C].
+def index_loss(scores: Tensor, wanted: Tensor) -> Tensor:
+    """Index scores [B, S, C] and the attention that entries would get if all could be read [B, S, C].
 
-    An entry counts by the head that gives it most: the sum over heads would be led by those that look everywhere.
-    Entries that a query sees but did not choose count as given nothing: their scores go down.
+    The cross-entropy between the squares of that attention, made to sum to 1, and the softmax of the scores. Both the
+    squares and the mean over queries, where each counts by its largest attention, look at what top-k must not miss:
+    few queries want one entry out of a thousand, and most spread their attention over many of them.
+
+    What the selection left out counts like the rest. If it counted as not wanted, an entry once missed would be scored
+    down for ever.
     """
-    received = weights.amax(2)
-    share = received / received.sum(-1, keepdim=True).clamp(min=1e-6)
+    share = wanted.square()
+    share = share / share.sum(-1, keepdim=True).clamp(min=1e-9)
     closed = (torch.arange(scores.shape[1], device=scores.device) + 1) // Ratio.CSA
     visible = torch.arange(scores.shape[2], device=scores.device) < closed[:, None]
     predicted = scores.masked_fill(~visible, -1e9).log_softmax(-1)
-    return -(share * predicted).sum(-1).mean()
+    return mean(-(share * predicted).sum(-1), wanted.amax(-1))
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -288,9 +294,15 @@ class Run:
     """
 
     def __init__(
-        self, config: ModelConfig, stages: tuple[Stage, ...], step_tokens: int, device: str, learning_rate: float
+        self,
+        config: ModelConfig,
+        stages: tuple[Stage, ...],
+        step_tokens: int,
+        device: str,
+        rates: tuple[float, float],
     ) -> None:
-        self.stages, self.step_tokens, self.device, self.peak = stages, step_tokens, device, learning_rate
+        """`rates`: the largest learning rate, and that of the indexers."""
+        self.stages, self.step_tokens, self.device = stages, step_tokens, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         see_all = dataclasses.replace(config, index_topk=config.max_position_embeddings)
         first = Reference(see_all, dtype=dtype)
@@ -304,11 +316,7 @@ class Run:
         self.parameters = dict(first.named_parameters())
         self.weights = {name: value.detach().clone().requires_grad_() for name, value in self.parameters.items()}
         self.rounding = rounding_functions(config, self.weights)
-        matrices = [weight for weight in self.weights.values() if weight.dim() > 1]
-        vectors = [weight for weight in self.weights.values() if weight.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        rate, on_gpu = torch.tensor(learning_rate, device=device), device == "cuda"
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+        self.optimizer = make_optimizer(self.weights, rates, device)
         self.replays: dict[tuple[int, int], Callable[[], tuple[Tensor, ...]]] = {}
         self.pool: Any = None
         self.seconds, self.step, self.tokens = 0.0, 0, 0
@@ -379,7 +387,7 @@ class Run:
 
     def update(self, stage: int, length: int, share: float, data: Data) -> tuple[Tensor, ...]:
         """One step of the optimizer at `share` of the training time."""
-        self.set_learning_rate(self.peak * min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share))
+        self.set_learning_rate(min(1.0, (self.step + 1) / 200) * max(0.02, 1 - share))
         replay = self.replays.get((stage, length))
         losses = replay() if replay else self.compute(stage, length, data)
         self.step += 1
@@ -393,7 +401,8 @@ class Run:
         losses[0].backward()
         for name, weight in self.weights.items():
             weight.grad = self.parameters[name].grad
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        for part in (True, False):  # each by itself: neither loss may shrink the other's steps
+            torch.nn.utils.clip_grad_norm_([w for name, w in self.weights.items() if is_indexer(name) == part], 1.0)
         self.optimizer.step()
         if self.stages[stage].native:
             self.round_weights()
@@ -403,9 +412,10 @@ class Run:
         self.balance(stage)
         return tuple(loss.detach() for loss in losses)
 
-    def set_learning_rate(self, rate: float) -> None:
+    def set_learning_rate(self, share: float) -> None:
+        """Set each group's learning rate to a share of its largest."""
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate)
+            group["lr"].fill_(share * group["peak"])
 
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters.items():
@@ -487,6 +497,22 @@ def prepare(model: Reference, device: str) -> None:
     for module in model.modules():
         if hasattr(module, "frequencies"):
             module.frequencies = module.frequencies.to(device)
+
+
+def is_indexer(name: str) -> bool:
+    return ".attn.indexer." in name
+
+
+def make_optimizer(weights: dict[str, Tensor], rates: tuple[float, float], device: str) -> torch.optim.AdamW:
+    """AdamW, where matrices decay; each group's "peak" is its largest learning rate, `rates[1]` for indexers."""
+    groups = []
+    for indexers, rate in ((False, rates[0]), (True, rates[1])):
+        for decay in (0.1, 0.0):
+            chosen = [w for name, w in weights.items() if is_indexer(name) == indexers and (w.dim() > 1) == (decay > 0)]
+            lr = torch.tensor(rate, device=device)  # one each, for they are set in place
+            groups.append({"params": chosen, "weight_decay": decay, "lr": lr, "peak": rate})
+    on_gpu = device == "cuda"
+    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
 
 
 def compile_parts() -> None:
