@@ -63,6 +63,7 @@ class DecodeGraphs:
         self.page_classes = [pages for pages in PAGE_CLASSES if pages < columns] + [columns]
         self._graphs: dict[SizeClass, _Recorded] = {}
         self._pool: Any = None
+        self._stream: Any = None
 
     def suits(self, plan: StepPlan) -> bool:
         """Whether each of the step's chunks is one token."""
@@ -120,14 +121,14 @@ class DecodeGraphs:
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Run `step` once, so that every kernel is there, then record it: (how to do it again, where its result is)."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             logits = step()
         return graph.replay, logits
 

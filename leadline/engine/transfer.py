@@ -1,5 +1,6 @@
 """Copies between host and device for which neither waits."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,5 +49,5 @@ def joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 def parted(packed: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Views [shapes[i]] of the elements that `joined` put one after another."""
-    sizes = [int(np.prod(shape)) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(packed.split(sizes), shapes, strict=True)]

@@ -103,6 +103,10 @@ def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
     noise) is distributed as softmax(scores) (Gumbel 1954; Maddison et al., arXiv:1411.0030).
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
+    if logits.is_cuda:
+        from leadline.kernels.gpu import sample as gpu
+
+        return gpu.sample(logits, how)
     if how.penalties is not None:
         logits = penalise(logits, how.penalties)
     if how.bias is not None:
