@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--weights", type=Path, required=True, help="folder written by train_tiny.py")
     parser.add_argument("--data", type=Path, required=True, help="folder written by tiny_data.py")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write w.safetensors to")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the weights to")
     parser.add_argument("--rows", type=int, default=24, help="training rows to fit to")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     arguments = parser.parse_args()
@@ -39,7 +39,7 @@ def main() -> None:
     values = {n: v for file in sorted(arguments.weights.glob("*.safetensors")) for n, v in load_file(file).items()}
     rows, _, _ = Data(arguments.data / "data.npz", "cpu").rows(arguments.rows, arguments.length)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    save_file(with_indexers(values, rows), arguments.out / "w.safetensors")
+    save_file(with_indexers(values, rows), arguments.out / "weights-1.safetensors")
 
 
 @torch.no_grad()
