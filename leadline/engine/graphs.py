@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: the model's forward pass for a number of rows, recorded once and replayed.
 
 A graph is of a size class: so many rows, and room for so many pages a request. A step takes the smallest that it fits
-into; what it lacks is padding, which reads nothing, writes nothing and takes no expert. Only what the model computes
-is recorded: tables and frontiers (`State.begin`, `State.commit`) and sampling follow each step's own lists.
+into; what it lacks is padding, which reads nothing, writes nothing and takes no expert. Recorded is what the model
+computes and that its tokens become part of their requests' frontiers; tables, copies of frontiers (`State.begin`,
+snapshots) and sampling follow each step's own lists.
 """
 
 from collections.abc import Callable
@@ -76,13 +77,16 @@ class DecodeGraphs:
         return SizeClass(rows, pages, counting)
 
     def run(self, plan: StepPlan, last_tokens: Tensor, counts: Tensor | None) -> Tensor:
-        """The logits [N, V] of `plan.logit_rows`, until the next step overwrites them."""
+        """Run and commit a step: the logits [N, V] of `plan.logit_rows`, until the next step overwrites them."""
         size = self.size_class(plan, counts is not None)
         self.record(size, last_tokens, counts)
         recorded = self._graphs[size]
         padded = pad(plan, recorded.empty)
         recorded.packed.copy_(send(joined(list(padded.arrays().values())), recorded.packed.device), non_blocking=True)
         recorded.replay()
+        snapshots = unrecorded(plan)
+        if len(snapshots.window_target):
+            self.state.commit(snapshots.to_batch(recorded.packed.device))
         if np.array_equal(plan.logit_rows, np.arange(len(plan.logit_rows))):
             return recorded.logits[: len(plan.logit_rows)]
         return recorded.logits[send(plan.logit_rows, recorded.logits.device)]
@@ -113,7 +117,9 @@ class DecodeGraphs:
 
         def step() -> Tensor:
             batch.ids = chosen_ids(ids, batch, last_tokens)
-            return self.forward(batch, self.state).float()
+            logits = self.forward(batch, self.state).float()
+            self.state.commit_tokens(batch)
+            return logits
 
         replay, logits = self._captured(step)
         return _Recorded(empty, packed, replay, logits)
@@ -165,12 +171,12 @@ def padding(size: SizeClass) -> StepPlan:
         full_pieces=none,
         full_pages=none,
         full_positions=zero,
-        window_source=empty,
-        window_target=empty,
-        pending_source=empty,
-        pending_target=empty,
-        fold_source=empty,
-        fold_target=empty,
+        window_source=zero,
+        window_target=none,
+        pending_source=zero,
+        pending_target=none,
+        fold_source=zero,
+        fold_target=none,
         logit_rows=rows,
         most_pages=size.pages,
         most_csa_entries=size.pages * PAGE_TOKENS // CSA_RATIO,
@@ -189,10 +195,26 @@ COPIED = (
 def pad(plan: StepPlan, empty: StepPlan) -> StepPlan:
     """`plan`, whose chunks are single tokens, in the place of as much of the padding `empty`.
 
-    It lacks what only `State.begin` and `State.commit` read.
+    It lacks what only `State.begin` reads, and `unrecorded`.
     """
     filled: dict[str, Any] = {name: _over(getattr(empty, name), getattr(plan, name)) for name in COPIED}
+    for name, count in own_rows(plan).items():
+        filled[name] = _over(getattr(empty, name), getattr(plan, name)[:count])
     return replace(empty, **filled)
+
+
+def own_rows(plan: StepPlan) -> dict[str, int]:
+    """How many rows of each list that `State.commit` reads, the first ones, are the tokens' own: the others are
+    snapshots."""
+    tokens, folded = len(plan.ids), int(np.count_nonzero((plan.positions + 1) % HCA_RATIO))
+    counts = {"window": tokens, "pending": tokens, "fold": folded}
+    return {f"{name}_{end}": count for name, count in counts.items() for end in ("source", "target")}
+
+
+def unrecorded(plan: StepPlan) -> StepPlan:
+    """`plan` with the snapshots alone to commit. What they read the tokens' own rows do not overwrite: a ring holds as
+    many tokens as a snapshot keeps."""
+    return replace(plan, **{name: getattr(plan, name)[count:] for name, count in own_rows(plan).items()})
 
 
 def _over(padding: Ints, values: Ints) -> Ints:

@@ -225,7 +225,7 @@ def _pieces(rows: _Rows, page_table: NDArray[np.int32]) -> _Pieces:
 
 
 def _keeps(rows: _Rows, pieces: _Pieces, layout: Layout, writes: list[FrontierWrite]) -> dict[str, Ints]:
-    """Frontier writes: each chunk's end into its own slot, and whatever `writes` asks for besides."""
+    """Frontier writes: each chunk's end into its own slot, then whatever `writes` asks for besides."""
     ends = rows.starts + rows.counts
     window = [_own_rows(rows, ends, layout.ring, layout.slots * layout.ring)]
     pending = [_own_rows(rows, ends, PENDING_RING, layout.slots * PENDING_RING)]
@@ -233,6 +233,7 @@ def _keeps(rows: _Rows, pieces: _Pieces, layout: Layout, writes: list[FrontierWr
     folds = [np.stack([layout.slots + pieces.last_of_chunk[open_chunks], rows.slots[open_chunks]])]
     for write in writes:
         assert write.position == ends[write.chunk] or write.position % PAGE_TOKENS == 0
+        assert write.position > rows.starts[write.chunk]
         window.append(_other_rows(rows, write, layout.ring, layout.slots * layout.ring))
         pending.append(_other_rows(rows, write, PENDING_RING, layout.slots * PENDING_RING))
         if write.position % HCA_RATIO:

@@ -133,7 +133,7 @@ class Runner:
             batch.ids = chosen_ids(batch.ids, batch, self.last_tokens)
             batch.expert_counts = self.expert_counts
             logits = self.forward(batch, self.state).float()
-        self.state.commit(batch)
+            self.state.commit(batch)
         count = len(sampling.rows)
         tokens, sampled = self._sample(logits[:count], sampling)
         scored = None

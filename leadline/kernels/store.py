@@ -1,5 +1,7 @@
 """store: norm, rotate and round each token's key-value row, and write it where attention will read it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,12 +46,23 @@ def store(kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: 
 
 
 def query_and_store(
-    q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
+    q: Tensor,
+    kv: Tensor,
+    norm: Tensor,
+    by: Angles,
+    eps: float,
+    native: bool,
+    pool: KvPool,
+    first_row: int,
+    ahead: Sequence[Tensor] = (),
 ) -> Tensor:
-    """`query` and `store` of the same tokens, which a GPU does in one launch: `q` [T, H, D] -> [T, H, D]."""
+    """`query` and `store` of the same tokens, which a GPU does in one launch: `q` [T, H, D] -> [T, H, D].
+
+    `ahead` are weights that are read soon after, whatever their shape: a GPU may fetch them meanwhile.
+    """
     if q.is_cuda and q.dtype != torch.float64:
         from leadline.kernels.gpu import store as gpu
 
-        return gpu.query_and_store(q, kv, norm, by, eps, native, pool, first_row)
+        return gpu.query_and_store(q, kv, norm, by, eps, native, pool, first_row, ahead)
     store(kv, norm, by, eps, native, pool, first_row)
     return query(q, by, eps)

@@ -21,7 +21,7 @@ from torch import Tensor
 from leadline.config import PAGE_TOKENS, ModelConfig
 from leadline.kernels.packed import BLOCK_ROWS, IndexRows, KvRows, index_rows, kv_rows
 from leadline.model.batch import Batch
-from leadline.model.pools import Packed, copy_rows, packed_keys, packed_kv
+from leadline.model.pools import Packed, copy_rows, packed_keys, packed_kv, row_words
 
 PENDING_RING = 8
 CSA_PER_PAGE = 32
@@ -173,6 +173,23 @@ class State:
         copy_rows(self.window, batch.window_source, batch.window_target)
         copy_rows(self.pending, batch.pending_source, batch.pending_target)
         copy_rows(self.folds, batch.fold_source, batch.fold_target)
+
+    def commit_tokens(self, batch: Batch) -> None:
+        """`commit` of a step whose chunks are single tokens, in one launch on a GPU. All lists are of one length.
+
+        Every source lies in scratch, so that the order of copies does not matter; a target of -1 is none.
+        """
+        lists = (
+            (self.window, batch.window_source, batch.window_target),
+            (self.pending, batch.pending_source, batch.pending_target),
+            (self.folds, batch.fold_source, batch.fold_target),
+        )
+        if self.page_table.is_cuda:
+            from leadline.kernels.gpu.commit import commit_rows
+
+            return commit_rows([(part, source, target) for pool, source, target in lists for part in row_words(pool)])
+        for pool, source, target in lists:
+            copy_rows(pool, source[target >= 0], target[target >= 0])
 
     def _frontier_pools(self) -> list[tuple[Tensor | Packed, int]]:
         """Each frontier pool with its rows per slot."""

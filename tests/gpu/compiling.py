@@ -22,7 +22,7 @@ class Case:
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, str | tuple[str, ...]]
     constants: dict[str, Any]
     options: dict[str, int]
     aligned: tuple[str, ...] = ()
