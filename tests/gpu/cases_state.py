@@ -9,7 +9,7 @@ from leadline.kernels.gpu.rows import padded
 from tests.gpu.compiling import Case
 
 FLASH = {"heads": 64, "width": 512, "turned": 64, "index_heads": 64, "index_width": 128}
-TINY = {"heads": 8, "width": 64, "turned": 16, "index_heads": 16, "index_width": 32}
+TINY = {"heads": 8, "width": 128, "turned": 32, "index_heads": 16, "index_width": 128}
 
 
 def cases(chip: Chip) -> list[Case]:
@@ -23,6 +23,8 @@ def _cases(name: str, size: dict[str, int], dtype: str, form: str, overlap: bool
     pool = "*u8" if form == "packed" else f"*{dtype}"
     names = {
         "eps": "fp32",
+        "p_ahead": ("*u8",) if overlap else (),
+        "pieces": ("i32",) if overlap else (),
         **dict.fromkeys(
             ("p_cos", "p_sin", "p_norm", "p_index_norm", "p_pending", "p_ape", "p_raw", "p_folds"), "*fp32"
         ),
@@ -50,6 +52,7 @@ def _cases(name: str, size: dict[str, int], dtype: str, form: str, overlap: bool
         "ratio": 128,
         "native": form != "plain",
         "overlap": overlap,
+        "threads": 32 * store.QUERY_WARPS,
     }
     index = {**shared, "width": index_width, "heads": size["index_heads"], "tile_rows": query.INDEX_ROWS}
     return [
@@ -70,5 +73,5 @@ def _case(name: str, kernel: triton.JITFunction, names: dict[str, str], constant
     arguments = kernel.arg_names
     held = {key: constants[key] for key in arguments if key in constants}
     signature = {key: "constexpr" if key in held else names.get(key, "i32") for key in arguments}
-    aligned = tuple(key for key in arguments if signature[key][0] == "*" or key.endswith("stride"))
+    aligned = tuple(key for key in arguments if str(signature[key]).startswith("*") or key.endswith("stride"))
     return Case(name, kernel, signature, held, {"num_warps": warps}, aligned)
