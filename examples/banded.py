@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leadline import reference
-from leadline.config import Ratio
 from leadline.reference import Attention, Observer, high
 
 
@@ -23,7 +22,7 @@ def use_banded_attention() -> None:
 def banded_attend(self: Attention, queries: Tensor, keys: Tensor, readable: Tensor, observe: Observer) -> Tensor:
     """In place of `Attention._attend`: `queries` [B, S, H, D], `keys` [B, S + C, D] -> [B, S, H, D].
 
-    Observes the weights [B, S, H, C] of the entries alone, and in CSA layers first "wanted" [B, S, C], see `_wanted`.
+    Observes the weights [B, S, H, C] of the entries alone.
     Only the entries' part of `readable` [B, S, S + C] is looked at: the window is known.
     """
     length = queries.shape[1]
@@ -32,8 +31,6 @@ def banded_attend(self: Attention, queries: Tensor, keys: Tensor, readable: Tens
     near, pairs = _window_logits(scaled, high(own), self.config.sliding_window)
     far = torch.einsum("bshd,bcd->bshc", scaled, high(entries))
     sink = high(self.attn_sink)[:, None].expand(*near.shape[:-1], 1)
-    if self.ratio == Ratio.CSA:
-        observe("wanted", _wanted(near, far, sink))
     far = far.masked_fill(~seen, -math.inf)
     weights = torch.cat([near, far, sink], -1).softmax(-1)
     near, far, _ = weights.split([near.shape[-1], far.shape[-1], 1], -1)
@@ -41,21 +38,6 @@ def banded_attend(self: Attention, queries: Tensor, keys: Tensor, readable: Tens
     blocks = _in_blocks(near, pairs.shape[2] // 2)
     outputs = torch.einsum("bnqht,bntd->bnqhd", blocks, pairs).flatten(1, 2)[:, :length]
     return (outputs + torch.einsum("bshc,bcd->bshd", far, high(entries))).to(queries.dtype)
-
-
-@torch.no_grad()
-def _wanted(near: Tensor, far: Tensor, sink: Tensor) -> Tensor:
-    """The largest weight that any head would give to each entry of a CSA layer [B, S, C], were every one readable.
-
-    The largest, for a sum over heads would be led by those that look everywhere. Logits [B, S, H, ...] of the window,
-    the entries and the sink.
-    """
-    length, count = far.shape[1], far.shape[-1]
-    closed = (torch.arange(length, device=far.device) + 1) // Ratio.CSA
-    visible = torch.arange(count, device=far.device) < closed[:, None]
-    far = far.masked_fill(~visible[:, None], -math.inf)
-    weights = torch.cat([far, near, sink], -1).softmax(-1)
-    return weights[..., :count].amax(2)
 
 
 def _window_logits(queries: Tensor, keys: Tensor, window: int) -> tuple[Tensor, Tensor]:

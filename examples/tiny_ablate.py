@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from banded import use_banded_attention
 from export_tiny import read_model
 from rich.console import Console
 from rich.progress import track
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file to write the shares to")
     arguments = parser.parse_args()
+    use_banded_attention()
     model = read_model(arguments.model).to(arguments.device)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     shares = {}

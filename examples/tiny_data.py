@@ -74,20 +74,22 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=30_000, help="stories and conversations to write")
     parser.add_argument("--tasks", type=int, default=75_000, help="documents of tasks to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to keep, so that weights of an earlier run fit")
+    parser.add_argument("--like", type=Path, help="data of an earlier run, to go on from its weights: see `kept_aside`")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chapters = [chapter for book in fetch_books(arguments.out / "cache") for chapter in split_chapters(book)]
     written = list(write_documents(arguments.documents, arguments.seed))
-    if arguments.tokenizer:
-        tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    aside = kept_aside(chapters, arguments.seed, arguments.like)
+    if arguments.like:
+        tokenizer = Tokenizer.from_file(str(arguments.like / "tokenizer.json"))
     else:
         rough = list(write_tasks(min(TOKENIZER_TASKS, arguments.tasks), arguments.seed, rough_measure))
         tokenizer = train_tokenizer(chapters + [text for _, text in written[:TOKENIZER_STORIES] + rough])
     save_tokenizer(tokenizer, arguments.out)
     tasks = write_tasks(arguments.tasks, arguments.seed, token_measure(tokenizer))
     written += track(tasks, description="writing tasks", total=arguments.tasks)
-    save_tokens(tokenizer, chapters, written, arguments.out, arguments.seed)
+    documents = [("book", BOS + chapter + EOS) for chapter in chapters] + written
+    save_tokens(tokenizer, documents, aside, arguments.out, arguments.seed)
 
 
 # --------------------------------------------------------------------------------------------------- books
@@ -122,6 +124,17 @@ def split_chapters(book: str) -> list[str]:
 def is_heading(paragraph: str) -> bool:
     """Whether a paragraph is a chapter number or a title in capitals."""
     return len(paragraph) < 80 and (paragraph.upper() == paragraph or paragraph.lower().startswith("chapter "))
+
+
+def kept_aside(chapters: list[str], seed: int, like: Path | None) -> set[str]:
+    """The chapters, as documents, that no run trains on: one of 50, or those that `like` kept aside.
+
+    Weights that have seen a chapter cannot be measured with it, so who goes on from them keeps the same ones aside,
+    and takes another seed, which makes all other documents new ones.
+    """
+    if like:
+        return set(json.loads((like / "held_out.json").read_text())["book"])
+    return {BOS + chapter + EOS for chapter in Random(seed).sample(chapters, -(-len(chapters) // 50))}
 
 
 # ----------------------------------------------------------------------------------------------- documents
@@ -239,26 +252,26 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_tokens(
-    tokenizer: Tokenizer, chapters: list[str], written: list[tuple[str, str]], folder: Path, seed: int
+    tokenizer: Tokenizer, documents: list[tuple[str, str]], aside: set[str], folder: Path, seed: int
 ) -> None:
     """Write `data.npz`: per part, `<part>` (uint16 tokens), `<part>_starts` (where a training row may begin) and
     `<part>_answers` (whether each token belongs to an answer that can be right or wrong).
 
-    The parts are one "train_<tokens>" for each of PARTS and one "held_out_<kind>" for each kind of document. A row's
-    first token counts as BOS: a start is a document's BOS, or in a chapter the token before a paragraph.
+    The parts are one "train_<tokens>" for each of PARTS and one "held_out_<kind>" for each kind of document: the
+    chapters of `aside`, and the first 200 documents of the other kinds. A row's first token counts as BOS: a start is
+    a document's BOS, or in a chapter the token before a paragraph.
     """
-    documents = [("book", BOS + chapter + EOS) for chapter in chapters] + written
     Random(seed).shuffle(documents)
     parts: dict[str, tuple[array[int], list[int], bytearray]] = {}
     held_out: dict[str, list[str]] = {}
     seen: dict[str, int] = {}
     for kind, text, ids in track(tokenised(tokenizer, documents), description="tokenising", total=len(documents)):
         seen[kind] = seen.get(kind, 0) + 1
-        aside = seen[kind] % 50 == 1 if kind == "book" else seen[kind] <= 200
+        held = text in aside if kind == "book" else seen[kind] <= 200
         size = PARTS[0] if kind == "book" else next((size for size in PARTS if len(ids) <= size), PARTS[-1])
-        part = f"held_out_{kind}" if aside else f"train_{size}"
+        part = f"held_out_{kind}" if held else f"train_{size}"
         tokens, starts, answers = parts.setdefault(part, (array("H"), [], bytearray()))
-        if aside:
+        if held:
             held_out.setdefault(kind, []).append(text)
         starts += [len(tokens) + start for start in (paragraph_starts(tokenizer, ids) if kind == "book" else [0])]
         tokens.extend(ids)

@@ -8,8 +8,10 @@ Two stages share one set of parameters. The first learns in bf16, with every ent
 activations, window rows, entries and index keys as official inference does (`native`), lets CSA layers read only the
 best `index_topk` entries, and computes with weights rounded to their storage format, while the optimizer keeps the
 unrounded ones: the straight-through estimator. So the shipped files behave as trained. Steps of short and long rows
-take turns, each of documents that just fit into a row. `tiny_indexers.py` can give the second good indexers to begin
-with: then run the first alone (`--native-from 1`), that script, and the second alone (`--init`, `--native-from 0`).
+take turns, each of documents that just fit into a row.
+
+Indexers are not trained: after each step they are copies of their layers' attention, see `tiny_indexers.py`. With
+`--minutes 0` the weights of `--init` get such indexers and stay as they are.
 
 What an answer is made of counts more than other text (`ANSWER_WEIGHT`): it is a small share of all tokens, and most
 others, such as a list's facts, cannot be foretold.
@@ -33,11 +35,12 @@ from banded import use_banded_attention
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tiny_eval import Data, evaluate
+from tiny_indexers import check_indexers, copy_attention, fit_head_weights, freeze_indexers, is_indexer
 from torch import Tensor, nn
 
 from leadline import reference
 from leadline.checkpoint.names import weight_specs
-from leadline.config import ModelConfig, Ratio
+from leadline.config import ModelConfig
 from leadline.formats import fp4_round_trip, fp8_dequantize, fp8_quantize_weight
 from leadline.reference import Reference
 
@@ -111,6 +114,11 @@ BALANCE_RATE = 1e-3
 """Change of an expert's bias per step, up when it got less than its share of tokens, else down (DeepSeek-V3)."""
 PARTS = ("hyper_mix", "collapse", "expand", "rms_norm", "rotate", "clamped_swiglu", "fp8_round_trip")
 """Functions of the reference that gain most from `torch.compile`."""
+FIT_STEPS = 100
+"""Steps from one fit of the index heads' weights to the next."""
+FIT_ROWS = ((32, 512), (16, 1024))
+"""Rows to fit to and their tokens, drawn once; FINAL_FIT times as many at the end."""
+FINAL_FIT = 4
 EXPORT_BYTES = 15 * 2**20
 """Largest file of fp32 weights that is written."""
 
@@ -137,8 +145,7 @@ def main() -> None:
     stages = (Stage(arguments.native_from, short, native=False), Stage(1.0, (*short, *long), native=True))
     use_banded_attention()
     data = Data(arguments.data / "data.npz", arguments.device)
-    rates = (arguments.learning_rate, arguments.index_learning_rate)
-    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.tokens, arguments.device, rates)
+    run = Run(ModelConfig.from_dict(CONFIG), stages, arguments.tokens, arguments.device, arguments.learning_rate)
     if arguments.init:
         run.set_weights(
             {
@@ -148,19 +155,20 @@ def main() -> None:
             }
         )
     run.resume(arguments.out)
-    for stage, plan in enumerate(stages):
-        for length in plan.lengths:
-            if plan.until > (stages[stage - 1].until if stage else 0):
-                run.warm_up(stage, length, data)
-    print(f"ready after {time.monotonic() - start:.0f} s, {sum(p.numel() for p in run.weights.values()):,} parameters")
-    if arguments.profile:
-        profile(run, data)
-    run.train(data, arguments.minutes * 60 - (time.monotonic() - start) - arguments.reserve, arguments.out)
+    if arguments.minutes:
+        run.warm_up_all(data)
+        print(f"ready after {time.monotonic() - start:.0f} s")
+        if arguments.profile:
+            profile(run, data)
+        run.train(data, arguments.minutes * 60 - (time.monotonic() - start) - arguments.reserve, arguments.out)
+    run.round_weights()
+    run.fit_indexers(data, FINAL_FIT)
     run.save(arguments.out)
     run.export(arguments.out)
-    report = run.report(data, arguments.held_out)
-    (arguments.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+    if arguments.held_out:
+        report = run.report(data, arguments.held_out)
+        (arguments.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(report, indent=1))
     print(f"done after {time.monotonic() - start:.0f} s")
 
 
@@ -168,9 +176,11 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder written by tiny_data.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, state, curve and report")
-    parser.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole run")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="wall time of the whole run; 0 to fit indexers alone"
+    )
     parser.add_argument("--reserve", type=float, default=30.0, help="seconds of it kept for saving and evaluation")
-    parser.add_argument("--held-out", type=int, default=200, help="documents of each kind to measure")
+    parser.add_argument("--held-out", type=int, default=200, help="documents of each kind to measure; 0 for none")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a step")
     parser.add_argument(
         "--length",
@@ -181,7 +191,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--native-from", type=float, default=0.45, help="share of the time after which rounding begins")
     parser.add_argument("--init", type=Path, help="folder with the weights of another run to begin with")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--index-learning-rate", type=float, default=3e-4, help="that of the indexers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="print where the time of some steps goes")
@@ -222,18 +231,11 @@ def watch_load(model: Reference) -> None:
             gate.register_forward_hook(count)
 
 
-def detach_indexers(model: Reference) -> None:
-    """Let the indexers' own loss train the indexers alone."""
-    for layer in model.layers:
-        if layer.attn.ratio == Ratio.CSA:
-            layer.attn.indexer.register_forward_pre_hook(lambda _, inputs: tuple(x.detach() for x in inputs))
-
-
 # ---------------------------------------------------------------------------------------------------- losses
 
-LOSSES = ("text", "answer", "draft", "index")
-"""Names of what is written to the curve, in nats a token: the model's loss outside and inside answers, the MTP block's
-and the indexers'."""
+LOSSES = ("text", "answer", "draft")
+"""Names of what is written to the curve, in nats a token: the model's loss outside and inside answers, and the MTP
+block's against the model's own choices."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -241,45 +243,17 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
+def draft_loss(drafts: Tensor, logits: Tensor) -> Tensor:
+    """The MTP block's logits and the model's own for the same tokens, both [B, S, V] -> cross-entropy [B, S].
+
+    A draft is worth something if the model would say it, right or wrong, so the model's choices are the targets.
+    """
+    return -(logits.softmax(-1) * drafts.log_softmax(-1)).sum(-1)
+
+
 def mean(losses: Tensor, weights: Tensor) -> Tensor:
     """The weighted mean; 0 where no weight is."""
     return (losses * weights).sum() / weights.sum().clamp(min=1)
-
-
-class IndexLoss:
-    """Observes a forward pass and sums up how far each indexer's scores are from the attention they must predict.
-
-    Top-k selection passes no gradient, so an indexer learns from this loss alone.
-    """
-
-    def __init__(self) -> None:
-        self.scores: Tensor | None = None
-        self.losses: list[Tensor] = []
-
-    def __call__(self, name: str, value: Tensor) -> None:
-        if name.endswith("index_scores"):
-            self.scores = value
-        elif name.endswith("attn.wanted") and self.scores is not None:
-            self.losses.append(index_loss(self.scores, value))
-            self.scores = None
-
-
-def index_loss(scores: Tensor, wanted: Tensor) -> Tensor:
-    """Index scores [B, S, C] and the attention that entries would get if all could be read [B, S, C].
-
-    The cross-entropy between the squares of that attention, made to sum to 1, and the softmax of the scores. Both the
-    squares and the mean over queries, where each counts by its largest attention, look at what top-k must not miss:
-    few queries want one entry out of a thousand, and most spread their attention over many of them.
-
-    What the selection left out counts like the rest. If it counted as not wanted, an entry once missed would be scored
-    down for ever.
-    """
-    share = wanted.square()
-    share = share / share.sum(-1, keepdim=True).clamp(min=1e-9)
-    closed = (torch.arange(scores.shape[1], device=scores.device) + 1) // Ratio.CSA
-    visible = torch.arange(scores.shape[2], device=scores.device) < closed[:, None]
-    predicted = scores.masked_fill(~visible, -1e9).log_softmax(-1)
-    return mean(-(share * predicted).sum(-1), wanted.amax(-1))
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -290,7 +264,7 @@ class Run:
 
     `weights` are the unrounded fp32 values that the optimizer moves; the models' parameters are what the forward
     pass computes with, either the same values or their rounding. All stages' models share their parameters, and
-    native stages are one model.
+    native stages are one model. Indexers are no part of `weights`: the models' alone exist.
     """
 
     def __init__(
@@ -299,9 +273,10 @@ class Run:
         stages: tuple[Stage, ...],
         step_tokens: int,
         device: str,
-        rates: tuple[float, float],
+        learning_rate: float,
     ) -> None:
-        """`rates`: the largest learning rate, and that of the indexers."""
+        """`learning_rate`: the largest. Raises ValueError for a shape whose indexers cannot copy the attention."""
+        check_indexers(config)
         self.stages, self.step_tokens, self.device = stages, step_tokens, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         see_all = dataclasses.replace(config, index_topk=config.max_position_embeddings)
@@ -313,29 +288,36 @@ class Run:
         for model in (first, second):
             prepare(model, device)
         self.models = [second if plan.native else first for plan in stages]
-        self.parameters = dict(first.named_parameters())
+        self.parameters = {name: value for name, value in first.named_parameters() if not is_indexer(name)}
         self.weights = {name: value.detach().clone().requires_grad_() for name, value in self.parameters.items()}
         self.rounding = rounding_functions(config, self.weights)
-        self.optimizer = make_optimizer(self.weights, rates, device)
+        self.optimizer = make_optimizer(self.weights, learning_rate, device)
         self.replays: dict[tuple[int, int], Callable[[], tuple[Tensor, ...]]] = {}
         self.pool: Any = None
+        self.fit_rows: list[Tensor] = []
         self.seconds, self.step, self.tokens = 0.0, 0, 0
         self.curve: list[dict[str, float]] = []
 
     def loss(self, stage: int, length: int, data: Data) -> tuple[Tensor, ...]:
         """The losses of one batch, on the device: what is minimised, then LOSSES in their order."""
         model = self.models[stage]
-        rows, answers, counted = data.rows(self.step_tokens // length, length + 2)
-        ids, next_ids, targets = rows[:, :-2], rows[:, 1:-1], rows[:, 2:]
-        index = IndexLoss()
-        streams = model.streams(ids, observe=index)
-        losses = cross_entropy(model.logits(model, streams), next_ids)
-        answer, text = ((kind & counted)[:, 1:-1].float() for kind in (answers, ~answers))
+        rows, answers, counted = data.rows(self.step_tokens // length, length + 1)
+        ids, next_ids = rows[:, :-1], rows[:, 1:]
+        streams = model.streams(ids)
+        logits = model.logits(model, streams)
+        losses = cross_entropy(logits, next_ids)
+        answer, text = ((kind & counted)[:, 1:].float() for kind in (answers, ~answers))
         main = mean(losses, text + ANSWER_WEIGHT * answer)
-        draft = mean(cross_entropy(model.draft_logits(streams, next_ids), targets), counted[:, 2:].float())
-        indexing = torch.stack(index.losses).mean()
-        total = main + DRAFT_WEIGHT * draft + indexing
-        return total, mean(losses, text), mean(losses, answer), draft, indexing
+        drafts = model.draft_logits(streams[:, :-1], next_ids[:, :-1])
+        draft = mean(draft_loss(drafts, logits[:, 1:].detach()), counted[:, 1:-1].float())
+        return main + DRAFT_WEIGHT * draft, mean(losses, text), mean(losses, answer), draft
+
+    def warm_up_all(self, data: Data) -> None:
+        """`warm_up` of every kind of step that the run will take."""
+        for stage, plan in enumerate(self.stages):
+            if plan.until > (self.stages[stage - 1].until if stage else 0):
+                for length in plan.lengths:
+                    self.warm_up(stage, length, data)
 
     def warm_up(self, stage: int, length: int, data: Data) -> None:
         """Compile a step of a stage and, on a GPU, record it; the weights stay as they are."""
@@ -375,6 +357,8 @@ class Run:
             while self.seconds < end:
                 share = self.seconds / end
                 stage = next(i for i, plan in enumerate(self.stages) if share < plan.until)
+                if self.step % FIT_STEPS == 0:
+                    self.fit_indexers(data)
                 length = self.stages[stage].lengths[self.step % len(self.stages[stage].lengths)]
                 losses = self.update(stage, length, share, data)
                 self.seconds = time.monotonic() - begin
@@ -401,14 +385,14 @@ class Run:
         losses[0].backward()
         for name, weight in self.weights.items():
             weight.grad = self.parameters[name].grad
-        for part in (True, False):  # each by itself: neither loss may shrink the other's steps
-            torch.nn.utils.clip_grad_norm_([w for name, w in self.weights.items() if is_indexer(name) == part], 1.0)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.step()
         if self.stages[stage].native:
             self.round_weights()
         else:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
+        copy_attention(self.models[stage])
         self.balance(stage)
         return tuple(loss.detach() for loss in losses)
 
@@ -427,6 +411,20 @@ class Run:
         """Set the models' parameters to the values that a checkpoint would hold."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.rounding[name](self.weights[name]))
+
+    def fit_indexers(self, data: Data, times: int = 1) -> None:
+        """Copy the indexers and fit their heads' weights, with the rounded weights in native stages' model.
+
+        FIT_ROWS are drawn at the first call and `times` as many at others with `times`; what they load the experts
+        with does not count.
+        """
+        model = self.models[-1]
+        copy_attention(model)
+        if not self.fit_rows or times > 1:
+            self.fit_rows = [data.rows(count, length)[0] for _ in range(times) for count, length in FIT_ROWS]
+        fit_head_weights(model, self.fit_rows)
+        for gate in self.gates(len(self.models) - 1):
+            gate.load.zero_()
 
     def gates(self, stage: int) -> list[nn.Module]:
         model = self.models[stage]
@@ -472,8 +470,12 @@ class Run:
         print(f"going on from step {self.step}")
 
     def set_weights(self, values: dict[str, Tensor]) -> None:
-        """Take the unrounded values of another run, by reference name."""
-        self.models[0].load_state_dict(values)
+        """Take the unrounded values of another run, by reference name, all but the indexers'."""
+        missing, unexpected = self.models[0].load_state_dict(
+            {name: value for name, value in values.items() if not is_indexer(name)}, strict=False
+        )
+        if unexpected or not all(map(is_indexer, missing)):
+            raise ValueError(f"the weights do not fit: {[n for n in missing if not is_indexer(n)]} {unexpected}")
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(values[name])
@@ -491,26 +493,21 @@ class Run:
 
 
 def prepare(model: Reference, device: str) -> None:
-    """Hooks for balance and indexers; rotation tables on the device."""
+    """Hooks for balance; indexers without gradients; rotation tables on the device."""
     watch_load(model)
-    detach_indexers(model)
+    freeze_indexers(model)
     for module in model.modules():
         if hasattr(module, "frequencies"):
             module.frequencies = module.frequencies.to(device)
 
 
-def is_indexer(name: str) -> bool:
-    return ".attn.indexer." in name
-
-
-def make_optimizer(weights: dict[str, Tensor], rates: tuple[float, float], device: str) -> torch.optim.AdamW:
-    """AdamW, where matrices decay; each group's "peak" is its largest learning rate, `rates[1]` for indexers."""
+def make_optimizer(weights: dict[str, Tensor], learning_rate: float, device: str) -> torch.optim.AdamW:
+    """AdamW, where matrices decay; each group's "peak" is the largest learning rate."""
     groups = []
-    for indexers, rate in ((False, rates[0]), (True, rates[1])):
-        for decay in (0.1, 0.0):
-            chosen = [w for name, w in weights.items() if is_indexer(name) == indexers and (w.dim() > 1) == (decay > 0)]
-            lr = torch.tensor(rate, device=device)  # one each, for they are set in place
-            groups.append({"params": chosen, "weight_decay": decay, "lr": lr, "peak": rate})
+    for decay in (0.1, 0.0):
+        chosen = [weight for weight in weights.values() if (weight.dim() > 1) == (decay > 0)]
+        lr = torch.tensor(learning_rate, device=device)  # one each, for they are set in place
+        groups.append({"params": chosen, "weight_decay": decay, "lr": lr, "peak": learning_rate})
     on_gpu = device == "cuda"
     return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
 

@@ -16,8 +16,8 @@ from leadline.checkpoint.reader import Checkpoint
 from leadline.cli.eval import answer_room, token_measure
 from leadline.config import ModelConfig, Ratio
 from leadline.engine.loading import BUILT_IN
-from leadline.reference import Reference
-from leadline.tasks.suite import tasks
+from leadline.reference import Indexer, Reference
+from leadline.tasks.suite import dialogue, tasks
 from leadline.tasks.task import mark, read_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -84,6 +84,42 @@ def test_compressed_layers_carry_what_the_window_cannot(reference: Reference) ->
         F.cross_entropy(reference(ids, window_only=hidden)[0, 64:-1], ids[0, 65:]).item() for hidden in (False, True)
     ]
     assert losses[0] < 0.8 and losses[1] > losses[0] + 0.1
+
+
+def test_indexers_are_copies_of_the_attention_whose_choice_they_make(reference: Reference) -> None:
+    chosen = [layer.attn for layer in reference.layers if layer.attn.ratio == Ratio.CSA]
+    assert chosen
+    for attention in chosen:
+        indexer, heads = attention.indexer, reference.config.num_attention_heads
+        assert torch.equal(indexer.wq_b.weight[: len(attention.wq_b.weight)], attention.wq_b.weight)
+        assert not indexer.weights_proj.weight[heads:].any() and indexer.weights_proj.weight[:heads].any()
+        for name, value in attention.compressor.named_parameters():
+            assert torch.equal(indexer.compressor.get_parameter(name), value), name
+
+
+def recalled(reference: Reference, ids: list[int]) -> float:
+    """The share of a dialogue's answers, each between `</think>` (6) and EOS (1), that are said in every token."""
+    choices = [ids[0], *reference(torch.tensor([ids]))[0].argmax(-1).tolist()]
+    starts = [place + 1 for place, token in enumerate(ids) if token == 6][:-1]  # the last one is not answered
+    answers = [slice(start, ids.index(1, start) + 1) for start in starts]
+    assert len(answers) == 23
+    return float(np.mean([choices[answer] == ids[answer] for answer in answers]))
+
+
+def test_recall_hangs_on_what_the_indexers_choose(
+    reference: Reference, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a list of 200 entries, the 8 that the indexers choose hold the answers; 8 random ones hardly ever do."""
+    format = ChatFormat(llm.tokenizer, llm.engine.model.eos_token_ids)
+    ids = format.prompt(dialogue("recall", 5, 0, 800, token_measure(llm), turns=24).body(23)).token_ids.tolist()
+    assert recalled(reference, ids) >= 0.95
+    choose, generator = Indexer.choose, torch.Generator().manual_seed(0)
+
+    def at_random(indexer: Indexer, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        return choose(indexer, torch.rand(scores.shape, generator=generator), visible)
+
+    monkeypatch.setattr(Indexer, "choose", at_random)
+    assert recalled(reference, ids) <= 0.4
 
 
 def test_the_mtp_block_drafts_what_the_model_chooses(reference: Reference) -> None:
@@ -166,7 +202,7 @@ def test_native_numerics_round_and_cost_next_to_nothing(llm: LLM) -> None:
     ("kind", "length", "least"),
     [
         ("recall", 128, 12),
-        ("recall", 1000, 10),
+        ("recall", 1000, 11),
         ("system", 64, 11),
         ("copy", 32, 11),
         ("arithmetic", 0, 11),

@@ -26,7 +26,7 @@ def cases(chip: Chip) -> list[Case]:
         *(wide if chip.name == "sm80" else []),
         _attend(chip, "packed bf16, 64 heads, split", "bf16", 64, 512, 64, packed=True, split=True),
         _attend(chip, "plain bf16, 128 heads", "bf16", 128, 512, 64, packed=False, split=False),
-        _attend(chip, "packed bf16, 8 heads of 64", "bf16", 8, 64, 16, packed=True, split=True),
+        _attend(chip, "packed bf16, 8 heads of 128", "bf16", 8, 128, 32, packed=True, split=True),
         _join("join", "bf16", 512, 64),
     ]
 

@@ -9,7 +9,7 @@ from leadline.kernels.gpu import select as gpu
 from leadline.kernels.gpu.chips import Chip
 from tests.gpu.compiling import Case
 
-FLASH, PRO, TINY = (64, 128, 512), (64, 128, 1024), (16, 32, 32)
+FLASH, PRO, TINY = (64, 128, 512), (64, 128, 1024), (16, 128, 8)
 """Index heads, channels, top-k."""
 
 
