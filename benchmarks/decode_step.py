@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from leadline.bench import figures
@@ -32,33 +32,53 @@ STATE_BYTES = 12 << 30
 @dataclass(frozen=True)
 class Decode:
     """A row of the table, and what SGLang 0.5.14 takes for its captured step alone on one H200, in milliseconds: the
-    better of fp8 and fp4 experts; at 43 layers extrapolated from 8. `target_ms` is ours, None where there is none."""
+    better of fp8 and fp4 experts; at 43 layers extrapolated from 8.
+
+    Ours to reach, by layers too: `target_ms`, or a multiple of the floor, `target_ratio`.
+    """
 
     batch: int
     context: int
     sglang_ms: dict[int, float]
-    target_ms: dict[int, float]
+    target_ms: dict[int, float] = field(default_factory=dict)
+    target_ratio: dict[int, float] = field(default_factory=dict)
 
 
 DECODE = (
-    Decode(1, 4096, {8: 2.08, 43: 9.3}, {}),
-    Decode(16, 4096, {8: 5.30, 43: 26.7}, {}),
-    Decode(64, 4096, {8: 10.36, 43: 53.0}, {}),
-    Decode(128, 4096, {8: 12.65, 43: 67.0}, {}),
-    Decode(16, 32768, {8: 5.34}, {}),
-    Decode(64, 32768, {8: 10.45}, {}),
-    Decode(1, 262144, {8: 2.12}, {}),
-    Decode(1, 1 << 20, {}, {}),
+    Decode(1, 4096, {8: 2.08, 43: 9.3}, {8: 1.3}, {43: 2.0}),
+    Decode(16, 4096, {8: 5.30, 43: 26.7}, {8: 3.4}, {43: 1.35}),
+    Decode(64, 4096, {8: 10.36, 43: 53.0}, {8: 6.8}, {43: 1.25}),
+    Decode(128, 4096, {8: 12.65, 43: 67.0}, {8: 8.2}, {43: 1.25}),
+    Decode(16, 32768, {8: 5.34}),
+    Decode(64, 32768, {8: 10.45}),
+    Decode(1, 262144, {8: 2.12}, {8: 1.5}),
+    Decode(1, 1 << 20, {}),
 )
-PREFILL = ((8192, {8: 96_400, 43: 19_000}), (32768, {8: 104_900}))
-"""(tokens of a prompt, SGLang's tokens/s by layers with fp8 experts)."""
-COLUMNS = (*figures.DECODE_HEAD, "SGLang ms", "target")
+LONG, SHORT, LONG_TO_SHORT = (1, 1 << 20), (1, 4096), {43: 1.35}
+"""By layers: how many times as long as the (batch, context) SHORT the row LONG may take."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt's row: SGLang's tokens/s by layers with fp8 experts, and the least that ours is to reach."""
+
+    tokens: int
+    sglang: dict[int, float]
+    target: dict[int, float] = field(default_factory=dict)
+
+
+PREFILL = (
+    Prefill(8192, {8: 96_400, 43: 19_000}, {8: 100_000, 43: 20_000}),
+    Prefill(32768, {8: 104_900}),
+)
+COLUMNS = (*figures.DECODE_HEAD, "SGLang ms", "target", "reached")
 
 
 def decode_rows(subject: Subject, options: argparse.Namespace, until: float) -> None:
     """Print every decode row for which there is time."""
     layers = subject.engine.model.num_hidden_layers
     figures.say([figures.line(COLUMNS)])
+    measured: dict[tuple[int, int], float] = {}
     for case in DECODE:
         name = figures.line([str(case.batch), f"{case.context:,}"])
         if time.monotonic() > until:
@@ -69,7 +89,9 @@ def decode_rows(subject: Subject, options: argparse.Namespace, until: float) -> 
         except Exception as error:  # whatever one row raises, the others are wanted
             _failed(name, error)
             continue
-        beside = [f"{value[layers]:,.2f}" if layers in value else "-" for value in (case.sglang_ms, case.target_ms)]
+        measured[case.batch, case.context] = row.median_ms
+        target = target_of(case, layers, row.floor_ms, measured.get(SHORT))
+        beside = [_figure(case.sglang_ms.get(layers), 2), *_reached(row.median_ms, target, 2, most=True)]
         parts = figures.operation_lines(row) if row.operations else []
         figures.say([figures.decode_line(row) + figures.line(beside), *parts])
 
@@ -77,16 +99,40 @@ def decode_rows(subject: Subject, options: argparse.Namespace, until: float) -> 
 def prefill_rows(subject: Subject, until: float) -> None:
     """Print every prompt's row for which there is time."""
     layers = subject.engine.model.num_hidden_layers
-    figures.say([figures.line([*figures.PREFILL_HEAD, "SGLang /s"])])
-    for tokens, sglang in PREFILL:
+    figures.say([figures.line([*figures.PREFILL_HEAD, "SGLang /s", "target", "reached"])])
+    for case in PREFILL:
+        name = figures.line([f"{case.tokens:,}"])
         if time.monotonic() > until:
-            figures.say([f"{figures.line([f'{tokens:,}'])}    left out: the time is up"])
+            figures.say([f"{name}    left out: the time is up"])
             continue
         try:
-            beside = f"{sglang[layers]:,}" if layers in sglang else "-"
-            figures.say([figures.prefill_line(prefill_row(subject, tokens, 0)) + figures.line([beside])])
+            row = prefill_row(subject, case.tokens, 0)
         except Exception as error:  # see above
-            _failed(figures.line([f"{tokens:,}"]), error)
+            _failed(name, error)
+            continue
+        target = case.target.get(layers)
+        beside = [_figure(case.sglang.get(layers), 0), *_reached(row.tokens_per_second, target, 0, most=False)]
+        figures.say([figures.prefill_line(row) + figures.line(beside)])
+
+
+def target_of(case: Decode, layers: int, floor_ms: float, short_ms: float | None) -> float | None:
+    """The milliseconds that a row may take, None if there is no target; `short_ms` is what SHORT took, if measured."""
+    if (case.batch, case.context) == LONG and layers in LONG_TO_SHORT:
+        return None if short_ms is None else LONG_TO_SHORT[layers] * short_ms
+    if layers in case.target_ratio:
+        return case.target_ratio[layers] * floor_ms
+    return case.target_ms.get(layers)
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _reached(value: float, target: float | None, digits: int, most: bool) -> tuple[str, str]:
+    """Cells: a target, which is the most or the least that a figure may be, and whether it is reached."""
+    if target is None:
+        return "-", "-"
+    return _figure(target, digits), "yes" if (value <= target if most else value >= target) else "no"
 
 
 def _failed(name: str, error: Exception) -> None:

@@ -96,6 +96,7 @@ def play(engine: Engine, jobs: list[Job]) -> None:
         problems = engine.problems()
         assert not problems, problems
         time += 1
+        assert time < 20_000, "no request gets on"
 
 
 def absorb(engine: Engine, jobs: list[Job]) -> None:

@@ -23,7 +23,20 @@ PACKAGE = ROOT / "leadline"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 BOTTOM = ("formats", "kernels", "config", "presets", "reference", "cache", "checkpoint")
-LAYERS = (*BOTTOM, "parallel", "model", "speculative", "engine", "bench", "chat", "tasks", "server", "cli", "__main__")
+LAYERS = (
+    *BOTTOM,
+    "parallel",
+    "model",
+    "speculative",
+    "engine",
+    "bench",
+    "tool_calls",
+    "chat",
+    "tasks",
+    "server",
+    "cli",
+    "__main__",
+)
 """From the bottom up: a module imports only from its own layer and from lower ones, so that there are no circles."""
 
 ENGINE_OPTIONS = "--device --dtype --max-context --model --numerics --state-memory "

@@ -25,7 +25,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("kind", "group"), GROUPS)
-def test_any_schedule_gives_what_each_request_gives_alone(kind: str, group: int) -> None:
+def test_any_schedule_gives_what_each_request_gives_agreedy(kind: str, group: int) -> None:
     for seed in range(group * CASES, (group + 1) * CASES):
         random_case(kind, seed)
 
@@ -37,25 +37,60 @@ def test_schedules_reuse_and_preempt() -> None:
     assert sum(entry.preemptions for entry in stats) > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        # A prefix whose snapshot was gone kept its pages from eviction while its only user needed them.
-        pytest.param("window only", 171, id="matched pages without snapshot fill the pool"),
-        # A prompt of whole pages took its last page, already known, for its own without counting it.
-        pytest.param("hca", 340, id="the last page of a prompt of whole pages is known already"),
-        pytest.param("all kinds", 315, id="the same with compressed layers"),
-    ],
-)
-def test_shrunk_counterexamples(kind: str, seed: int) -> None:
-    random_case(kind, seed)
-
-
 def prompt(kind: str, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, model(kind).config.vocab_size, length, dtype=np.int32)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Parameters of a greedy request with exactly `max_tokens` tokens of output."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize("kind", ["window only", "all kinds"])
+def test_a_known_prefix_without_snapshot_gives_its_pages_to_the_only_request(kind: str) -> None:
+    """A known prefix is kept for those on whose path it lies. Here its only user needs the pages to get on itself."""
+    built = engine(kind, 4, 3, max_running=1, chunk_tokens=64, overlap=False)
+    first = Job(0, prompt(kind, 260), greedy(2))
+    play(built, [first])
+    while built.scheduler.index.evict_snapshot():
+        pass
+    assert built.scheduler.index.idle_pages == 2, "the prefix is known, but there is nothing to start it from"
+    grows = Job(0, first.prompt[:256], greedy(200))  # 2 pages when it is admitted, all 4 in the end
+    play(built, [grows])
+    check(kind, [first, grows], built.max_context)
+
+
+@pytest.mark.parametrize("kind", ["window only", "all kinds"])
+def test_a_known_prefix_without_snapshot_does_not_count_as_room(kind: str) -> None:
+    """What a request matches is no page that eviction could free for it: alone, it does without the prefix."""
+    built = engine(kind, 4, 3, max_running=1, chunk_tokens=500)
+    first = Job(0, prompt(kind, 260), greedy(2))
+    play(built, [first])
+    while built.scheduler.index.evict_snapshot():
+        pass
+    again = Job(0, prompt(kind, 400), greedy(2))
+    again.prompt[:260] = first.prompt  # needs 4 pages at once; 2 are free, 2 hold what it matches
+    play(built, [again])
+    check(kind, [first, again], built.max_context)
+
+
+@pytest.mark.parametrize("kind", ["hca", "csa", "all kinds"])
+def test_the_last_page_of_a_prompt_of_whole_pages_is_not_its_own(kind: str) -> None:
+    """Its last token runs in any case, so its last page is taken anew, though the index knows one with these tokens.
+
+    With 2 pages known, 2 used by another request and none free, that page must come from the index.
+    """
+    built = engine(kind, 4, 6, max_running=2)
+    first = Job(0, prompt(kind, 256), greedy(1))
+    play(built, [first])
+    other = Job(0, prompt(kind, 200, seed=1), greedy(40))
+    second = Job(3, first.prompt, greedy(1))
+    play(built, [other, second])
+    check(kind, [first, other, second], built.max_context)
+    assert second.requests[0].reused == 128
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 384, 385])

@@ -150,13 +150,27 @@ class PrefixIndex:
         """Free the least recently used page that no running request uses. False if there is none."""
         if not self._leaves:
             return False
-        node, _ = self._leaves.popitem(last=False)
+        self._evict(next(iter(self._leaves)))
+        return True
+
+    def forget_pages(self, path: list[Node], held: set[int]) -> None:
+        """Forget the idle nodes of a path whose pages are among `held`, and what hangs below them.
+
+        Their pages have another holder, so that eviction would not free them: they must not count as idle.
+        """
+        first = next((node for node in path if node.users == 0 and node.page in held), None)
+        if first is not None:
+            for node in reversed(_below(first)):
+                self._evict(node)
+
+    def _evict(self, node: Node) -> None:
+        """Drop the page and the snapshot of an idle node without children."""
+        del self._leaves[node]
         if node.snapshot >= 0:
             self.slots.drop(self.take_snapshot(node))
         self.idle_pages -= 1
         self.pages.drop(node.page)
         self._forget(node)
-        return True
 
     def evict_snapshot(self, keep: Node | None = None) -> bool:
         """Free the least recently used snapshot other than that of `keep`. False if there is none."""
@@ -209,6 +223,14 @@ class PrefixIndex:
         lost = [n for n in nodes if not n.ready and not n.users]
         found += [f"a prefix of {n.depth} pages is promised but used by nobody" for n in lost]
         return found
+
+
+def _below(node: Node) -> list[Node]:
+    """The node and every node below it, parents first."""
+    found = [node]
+    for other in found:
+        found.extend(other.children.values())
+    return found
 
 
 def page_keys(tokens: Tokens) -> Iterator[bytes]:

@@ -179,6 +179,7 @@ class Scheduler:
     def _stop_sharing(self, request: Request) -> None:
         """The oldest request must get on: let go of prefixes that it keeps from eviction but does not read itself."""
         self.index.release(request.path)
+        self.index.forget_pages(request.path, set(request.pages))
         request.path, request.trailing, request.shares = [], None, False
 
     def _add_page(self, step: Step, request: Request) -> bool:

@@ -1,6 +1,5 @@
 """mix: close one sublayer and open the next (manifold-constrained hyper-connections, official `hc_pre`/`hc_post`)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,16 +87,12 @@ def close_and_open(
     rounds: int,
     hc_eps: float,
     norm_eps: float,
-    ahead: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Reading]:
-    """`close_sublayer`, then `open_sublayer` of the next: (streams [T, n, d], the next sublayer's reading).
-
-    `ahead` are weights that are read soon after, whatever their shape: a GPU may fetch them meanwhile.
-    """
+    """`close_sublayer`, then `open_sublayer` of the next: (streams [T, n, d], the next sublayer's reading)."""
     if streams.is_cuda and streams.dtype != torch.float64:
         from leadline.kernels.gpu import mix as gpu
 
-        return gpu.close_and_open(streams, output, reading, weights, norm, rounds, hc_eps, norm_eps, ahead)
+        return gpu.close_and_open(streams, output, reading, weights, norm, rounds, hc_eps, norm_eps)
     streams = close_sublayer(streams, output, reading)
     return streams, open_sublayer(streams, weights, norm, rounds, hc_eps, norm_eps)
 

@@ -1,7 +1,5 @@
 """store: norm, rotate and round each token's key-value row, and write it where attention will read it."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -46,23 +44,12 @@ def store(kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: 
 
 
 def query_and_store(
-    q: Tensor,
-    kv: Tensor,
-    norm: Tensor,
-    by: Angles,
-    eps: float,
-    native: bool,
-    pool: KvPool,
-    first_row: int,
-    ahead: Sequence[Tensor] = (),
+    q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
 ) -> Tensor:
-    """`query` and `store` of the same tokens, which a GPU does in one launch: `q` [T, H, D] -> [T, H, D].
-
-    `ahead` are weights that are read soon after, whatever their shape: a GPU may fetch them meanwhile.
-    """
+    """`query` and `store` of the same tokens, which a GPU does in one launch: `q` [T, H, D] -> [T, H, D]."""
     if q.is_cuda and q.dtype != torch.float64:
         from leadline.kernels.gpu import store as gpu
 
-        return gpu.query_and_store(q, kv, norm, by, eps, native, pool, first_row, ahead)
+        return gpu.query_and_store(q, kv, norm, by, eps, native, pool, first_row)
     store(kv, norm, by, eps, native, pool, first_row)
     return query(q, by, eps)

@@ -50,8 +50,7 @@ class Attention:
         latent = rms_norm(latent, self.q_norm, c.rms_norm_eps)
         q = project(latent, self.wq_b).unflatten(-1, (-1, c.head_dim))
         window = state.window[self.layer]
-        first, ahead = state.window_scratch, (self.wo_a.data,)
-        q = query_and_store(q, kv, self.kv_norm, turns, c.rms_norm_eps, self.native, window, first, ahead)
+        q = query_and_store(q, kv, self.kv_norm, turns, c.rms_norm_eps, self.native, window, state.window_scratch)
         entries, chosen = None, None
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)

@@ -1,6 +1,5 @@
 """One layer: attention, then experts; each reads one mix of the streams and writes back into all of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,23 +46,19 @@ class Layer:
 
     def forward(self, before: Boundary, batch: Batch, rows: StepRows, state: State) -> Boundary:
         """From the boundary before the layer to the one after it."""
-        attention, experts = self.attention, self.experts
-        ahead = (attention.wqkv_a.data, attention.wq_b.data)
-        streams, reading = self._open(before, self.attention_mixing, self.attention_norm, ahead)
-        output = attention.forward(reading.x, batch, rows, state)
-        between, ahead = Boundary(streams, (output, reading)), (experts.shared_w13.data, experts.shared_w2.data)
-        streams, reading = self._open(between, self.experts_mixing, self.experts_norm, ahead)
+        streams, reading = self._open(before, self.attention_mixing, self.attention_norm)
+        output = self.attention.forward(reading.x, batch, rows, state)
+        streams, reading = self._open(Boundary(streams, (output, reading)), self.experts_mixing, self.experts_norm)
         counts = None if batch.expert_counts is None else batch.expert_counts[self.layer]
-        return Boundary(streams, (experts.forward(reading.x, batch.ids, counts), reading))
+        return Boundary(streams, (self.experts.forward(reading.x, batch.ids, counts), reading))
 
-    def _open(self, at: Boundary, mixing: Mixing, norm: Tensor, ahead: Sequence[Tensor]) -> tuple[Tensor, Reading]:
-        """Open a sublayer whose first products read the weights `ahead`."""
+    def _open(self, at: Boundary, mixing: Mixing, norm: Tensor) -> tuple[Tensor, Reading]:
         c = self.config
         rounds, eps = c.hc_sinkhorn_iters, c.hc_eps
         if at.closing is None:
             return at.streams, open_sublayer(at.streams, mixing, norm, rounds, eps, c.rms_norm_eps)
         output, reading = at.closing
-        return close_and_open(at.streams, output, reading, mixing, norm, rounds, eps, c.rms_norm_eps, ahead)
+        return close_and_open(at.streams, output, reading, mixing, norm, rounds, eps, c.rms_norm_eps)
 
 
 class Experts:

@@ -37,9 +37,7 @@ def _pair(chip: Chip, name: str, n: int, d: int, rows: int, dtype: str, close: b
         "p_closed": f"*{dtype}",
         "p_parts": "*fp32",
     }
-    weights = ("*u8", "*u8") if overlap else ()
-    ahead = {"p_ahead": weights, "pieces": ("i32",) * len(weights)}
-    numbers = {**ahead, **dict.fromkeys(("rows", "s_row", "s_stream"), "i32")}
+    numbers = dict.fromkeys(("rows", "s_row", "s_stream"), "i32")
     constants = {
         "N": n,
         "D": d,
@@ -51,7 +49,6 @@ def _pair(chip: Chip, name: str, n: int, d: int, rows: int, dtype: str, close: b
         "B_CHANNELS": mix.SLICE,
         "SLICES": cut.slices,
         "MULTIPLY": tl.bfloat16 if dtype == "bf16" else tl.float32,
-        "THREADS": 32 * cut.warps,
         "OVERLAP": overlap,
     }
     aligned = (*pointers, "s_row", "s_stream") if d % 16 == 0 else tuple(pointers)

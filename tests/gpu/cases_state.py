@@ -23,8 +23,6 @@ def _cases(name: str, size: dict[str, int], dtype: str, form: str, overlap: bool
     pool = "*u8" if form == "packed" else f"*{dtype}"
     names = {
         "eps": "fp32",
-        "p_ahead": ("*u8",) if overlap else (),
-        "pieces": ("i32",) if overlap else (),
         **dict.fromkeys(
             ("p_cos", "p_sin", "p_norm", "p_index_norm", "p_pending", "p_ape", "p_raw", "p_folds"), "*fp32"
         ),
@@ -52,7 +50,6 @@ def _cases(name: str, size: dict[str, int], dtype: str, form: str, overlap: bool
         "ratio": 128,
         "native": form != "plain",
         "overlap": overlap,
-        "threads": 32 * store.QUERY_WARPS,
     }
     index = {**shared, "width": index_width, "heads": size["index_heads"], "tile_rows": query.INDEX_ROWS}
     return [

@@ -9,7 +9,6 @@ not depend on the batch. bf16 streams meet fp32 `fn` on the tensor cores without
 bf16 numbers, their products with bf16 are exact, and sums are fp32.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leadline.kernels.gpu.chips import Chip, chip_of
-from leadline.kernels.gpu.overlap import early_start, read_ahead, wanted_ahead
+from leadline.kernels.gpu.overlap import early_start
 from leadline.kernels.mix import Mixing, Reading
 
 SLICE = 64
@@ -71,11 +70,10 @@ def close_and_open(
     rounds: int,
     hc_eps: float,
     norm_eps: float,
-    ahead: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Reading]:
     """`close_sublayer`, then `open_sublayer` of the result: two launches."""
     cut = config(chip_of(streams.device), len(streams))
-    closed, parts = _first(streams, (output, reading), weights, cut, ahead)
+    closed, parts = _first(streams, (output, reading), weights, cut)
     return closed, _second(closed, parts, weights, norm, rounds, hc_eps, norm_eps, cut)
 
 
@@ -102,11 +100,7 @@ def final_collapse(streams: Tensor, weights: Mixing, norm: Tensor, hc_eps: float
 
 
 def _first(
-    streams: Tensor,
-    closing: tuple[Tensor, Reading] | None,
-    weights: Mixing | None,
-    cut: Config,
-    ahead: Sequence[Tensor] = (),
+    streams: Tensor, closing: tuple[Tensor, Reading] | None, weights: Mixing | None, cut: Config
 ) -> tuple[Tensor, Tensor]:
     """Close where there is something to close, project where there are weights: (streams, parts [parts, T, width])."""
     rows, n, d = streams.shape
@@ -130,7 +124,6 @@ def _first(
         parts if weights is None else weights.fn,
         closed,
         parts,
-        *wanted_ahead(ahead, rows),
         rows,
         streams.stride(0),
         streams.stride(1),
@@ -144,7 +137,6 @@ def _first(
         B_CHANNELS=SLICE,
         SLICES=cut.slices,
         MULTIPLY=product_type(streams),
-        THREADS=32 * cut.warps,
         OVERLAP=bool(overlap),
         num_warps=cut.warps,
         num_stages=1,
@@ -212,8 +204,6 @@ def _close_and_project(
     p_fn,
     p_closed,
     p_parts,
-    p_ahead,
-    pieces,
     rows,
     s_row,
     s_stream,
@@ -227,7 +217,6 @@ def _close_and_project(
     B_CHANNELS: tl.constexpr,
     SLICES: tl.constexpr,
     MULTIPLY: tl.constexpr,
-    THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i_part, i_rows = tl.program_id(0), tl.program_id(1)
@@ -241,9 +230,6 @@ def _close_and_project(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        read_ahead(
-            p_ahead, pieces, i_rows * tl.num_programs(0) + i_part, tl.num_programs(0) * tl.num_programs(1), THREADS
-        )
     factors = _closing_factors(p_post, p_comb, o_row, m_row, N, CLOSE)
     for i_slice in range(first, first + SLICES):
         o_channel = i_slice * B_CHANNELS + tl.arange(0, B_CHANNELS)

@@ -1,13 +1,11 @@
 """store on a GPU: one launch, which may prepare the same tokens' queries too (see `leadline/kernels/store.py`)."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from leadline.kernels.gpu.overlap import early_start, read_ahead, wanted_ahead
+from leadline.kernels.gpu.overlap import early_start
 from leadline.kernels.gpu.query import QUERY_ROWS, QUERY_WARPS, query_tile
 from leadline.kernels.gpu.rows import kv_target, norm_rows, padded, put_kv_rows, rounded, turn_rows
 from leadline.kernels.packed import KvPool
@@ -50,8 +48,6 @@ def store_kernel(
     p_pool,
     p_halves,
     p_out,
-    p_ahead,
-    pieces,
     tokens,
     first_row,
     kv_stride,
@@ -66,14 +62,12 @@ def store_kernel(
     block: tl.constexpr,
     form: tl.constexpr,
     tile_rows: tl.constexpr,
-    threads: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The first `tokens` programs store a row each, the others are tiles of queries."""
-    i_program = tl.program_id(0)
     if overlap:
         tl.extra.cuda.gdc_wait()
-        read_ahead(p_ahead, pieces, i_program, tl.num_programs(0), threads)
+    i_program = tl.program_id(0)
     if i_program < tokens:
         channel = tl.arange(0, block)
         o_kv = i_program.to(tl.int64) * kv_stride
@@ -116,21 +110,19 @@ def store_kernel(
 
 def store(kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int) -> None:
     """As the definition: `kv` [T, D] bf16 or fp32, channels contiguous."""
-    query_and_store(kv[:0, None], kv, norm, by, eps, native, pool, first_row)
+    _launch(kv[:0, None], kv, norm, by, eps, native, pool, first_row)
 
 
 def query_and_store(
-    q: Tensor,
-    kv: Tensor,
-    norm: Tensor,
-    by: Angles,
-    eps: float,
-    native: bool,
-    pool: KvPool,
-    first_row: int,
-    ahead: Sequence[Tensor] = (),
+    q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
 ) -> Tensor:
     """As the definition: both in one launch."""
+    return _launch(q, kv, norm, by, eps, native, pool, first_row)
+
+
+def _launch(
+    q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
+) -> Tensor:
     tokens, width = kv.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
@@ -147,7 +139,6 @@ def query_and_store(
         target,
         halves,
         out,
-        *wanted_ahead(ahead, tokens),
         tokens,
         first_row,
         kv.stride(0),
@@ -162,7 +153,6 @@ def query_and_store(
         padded(width),
         form,
         QUERY_ROWS,
-        32 * QUERY_WARPS,
         bool(overlap),
         num_warps=QUERY_WARPS,
         **overlap,
