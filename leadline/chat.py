@@ -178,10 +178,11 @@ class AnswerReader:
         if self._thinks and token == self._format.think_end:
             self._thinks = self._in_markup = False
             return True
-        self._bytes += self._format.token_bytes[token]
+        new = self._format.token_bytes[token]
+        self._bytes += new
         if self._in_markup:
             return False
-        text = self._bytes.decode("utf-8", "replace")
+        text = self._bytes[-len(new) - tool_calls.MOST_MARK_BYTES :].decode("utf-8", "replace")
         if not self._parses:
             return not text.endswith("\ufffd")  # at an end with half a character recipe would lose the text before it
         self._in_markup = tool_calls.BEGINNING.search(text) is not None

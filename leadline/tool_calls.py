@@ -21,29 +21,33 @@ import deepseek_recipe as recipe
 
 MARK = recipe.SpecialToken.Dsml.default_str()
 
-_NEAR_MARK = r"(?=[DSML]*｜)[｜DSML]{5,}"
+# No pattern here may take quadratic time: a model that goes astray writes thousands of newlines.
+
+_NEAR_MARK = r"(?=[DSML]{0,8}｜)[｜DSML]{5,}"
 """The mark, or the mark with a character dropped, doubled or exchanged with its neighbour."""
 
-BEGINNING = re.compile(rf"[\s<>/｜]*{_NEAR_MARK}")
-"""Where the markup of calls begins, with the space before it."""
+BEGINNING = re.compile(_NEAR_MARK)
+"""What shows that the markup of calls has begun."""
 PERHAPS_BEGINNING = re.compile(r"[\s<>/｜DSML\ufffd]\Z")
 """The end of a text of which further characters could make a beginning; U+FFFD stands for half a character."""
+MOST_MARK_BYTES = 32
+"""A mark, or what looks like it, is seen by its last characters, in UTF-8 of at most so many bytes."""
 
 _CALL = re.compile(rf'<{MARK}invoke name="([^"]+)">')
 _VALUE = rf"(?:(?!</?{MARK}).)*"
 _PARAMETER = re.compile(rf'<{MARK}parameter name="([^"]*)" string="(true|false)">({_VALUE})', re.DOTALL)
 _CLOSING = re.compile(rf"</{MARK}([^<>]{{0,24}})>")
 _UNFINISHED = re.compile(rf"(?:{_PARAMETER.pattern})?(?:</?(?:{MARK}[^<>]*)?)?", re.DOTALL)
-_UNFINISHED_TAG_AT_END = re.compile(rf"\n*</?{MARK}[^<>]*\Z|(?:\A|(?<=>))\s*</?\Z")
+_UNFINISHED_TAG_AT_END = re.compile(rf"(?<!\n)\n*+</?{MARK}[^<>]*\Z|(?:\A|(?<=>))\s*</?\Z")
 _NAMED_TAG = re.compile(r'<[^<>]*\bname="[^"]*"([^<>]*)>')
 
 _TAG = (
-    rf"(?:[</｜][</｜\s]*)?{_NEAR_MARK}"
+    rf"(?:[</｜][</｜\s]{{0,16}})?{_NEAR_MARK}"
     rf"(?: ?[\w｜]{{0,20}}\s?>+(?:s(?=\s|\Z))?|(?<=<{MARK}) ?tool_calls(?=\s|<|\Z))"
 )
 """A tag around calls, however it is spelled: its name does not matter if it ends."""
-_TAGS_BEHIND_A_CALL = re.compile(rf"\A(?:\s*{_TAG})+")
-_TAGS_BEFORE_A_CALL = re.compile(rf"(?:\n*(?<![</｜])(?!</){_TAG}\s*)+\Z|\n+\Z")
+_TAGS_BEHIND_A_CALL = re.compile(rf"\A(?:\s*+(?>{_TAG}))+")
+_TAGS = re.compile(rf"(?<!\n)(?:\n*+(?<![</｜])(?!</)(?>{_TAG})\s*+)++")
 _BLOCK_TAG = re.compile(rf"</?{MARK}tool_calls>\s*")
 _EMPTY_BLOCK = re.compile(rf"<{MARK}tool_calls>\s*</{MARK}tool_calls>")
 
@@ -86,7 +90,7 @@ def read(text: str, cut: bool, mark: str) -> Written:
 def _call(text: str, opening: re.Match[str], cut: bool, mark: str) -> tuple[str, int] | None:
     """(a call's tags with `mark`, where it ends in the text), or None if it cannot be read."""
     name, at = opening[1], opening.end()
-    tags, names = [f'<{mark}invoke name="{name}">'], set()
+    tags, names, repeated = [f'<{mark}invoke name="{name}">'], set(), False
     while True:
         while at < len(text) and text[at].isspace():
             at += 1
@@ -101,8 +105,8 @@ def _call(text: str, opening: re.Match[str], cut: bool, mark: str) -> tuple[str,
             names.add(parameter[1])
             tags.append(_parameter(parameter, mark))
             at = closing.end()
-        elif again is not None and again[1] == name and not names:
-            at = again.end()  # said twice
+        elif again is not None and again[1] == name and not names and not repeated:
+            at, repeated = again.end(), True  # said twice
         elif closing is not None and names and _meant(closing) == "parameter":
             at = closing.end()  # closed twice
         elif closing is not None and (_meant(closing) == "invoke" or (names and _meant(closing) == "tool_calls")):
@@ -147,17 +151,23 @@ def _beside_calls(text: str, behind: bool, before: bool) -> str:
     if behind:
         text = _TAGS_BEHIND_A_CALL.sub("", text)
     if before:
-        text = _TAGS_BEFORE_A_CALL.sub("", text)
+        text = _without_tags_at_end(text)
     bare = _BLOCK_TAG.sub("", text)
     text = text if MARK in bare else bare
     return text if text.strip() or not behind else ""
+
+
+def _without_tags_at_end(text: str) -> str:
+    """Text without the tags or newlines that it ends with."""
+    last = next((tags for tags in _TAGS.finditer(text) if tags.end() == len(text)), None)
+    return text.rstrip("\n") if last is None else text[: last.start()]
 
 
 def _without_empty_tags(text: str, cut: bool) -> str:
     """Text without any call: verbatim, but for tags with nothing between them."""
     rest = _EMPTY_BLOCK.sub("", text)
     if cut:
-        rest = re.sub(rf"\n*<{MARK}tool_calls>\s*\Z", "", rest)
+        rest = re.sub(rf"(?<!\n)\n*+<{MARK}tool_calls>\s*+\Z", "", rest)
     bare = rest.replace(f"</{MARK}tool_calls>", "")
     if MARK in bare:
         return rest

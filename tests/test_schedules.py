@@ -25,7 +25,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("kind", "group"), GROUPS)
-def test_any_schedule_gives_what_each_request_gives_agreedy(kind: str, group: int) -> None:
+def test_any_schedule_gives_what_each_request_gives_alone(kind: str, group: int) -> None:
     for seed in range(group * CASES, (group + 1) * CASES):
         random_case(kind, seed)
 
@@ -50,9 +50,10 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", ["window only", "all kinds"])
-def test_a_known_prefix_without_snapshot_gives_its_pages_to_the_only_request(kind: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_known_prefix_without_snapshot_gives_its_pages_to_the_only_request(kind: str, overlap: bool) -> None:
     """A known prefix is kept for those on whose path it lies. Here its only user needs the pages to get on itself."""
-    built = engine(kind, 4, 3, max_running=1, chunk_tokens=64, overlap=False)
+    built = engine(kind, 4, 3, max_running=1, chunk_tokens=64, overlap=overlap)
     first = Job(0, prompt(kind, 260), greedy(2))
     play(built, [first])
     while built.scheduler.index.evict_snapshot():

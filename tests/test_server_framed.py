@@ -77,6 +77,29 @@ def test_a_response_calls_tools(scripted: Live) -> None:
     assert (call.name, json.loads(call.arguments)) == ("bash", {"command": "ls -la 2>&1"})
 
 
+MARKUP = {
+    "an empty block, then text": ("<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>\n\nNone fits.", "None fits."),
+    "a tag that closes nothing": ("Done.\n</｜DSML｜tool_calls>", "Done."),
+    "a call without a name's tag": (CALL.replace("invoke name", "invok name"), None),
+    "an opening tag without its bracket": (CALL.replace("<｜DSML｜invoke", "｜DSML｜invoke"), None),
+}
+"""What a model wrote, and what of it is content: None for all, verbatim."""
+
+
+@pytest.mark.parametrize("case", MARKUP)
+def test_misspelled_markup_loses_nothing(scripted: Live, case: str) -> None:
+    """As in chats (`test_tool_calls.py`)."""
+    said, content = MARKUP[case]
+    script(scripted, "Hm.", said)
+    tool: Any = {"type": "function", "name": "bash", "parameters": {"type": "object", "properties": {}}}
+    answer = scripted.openai.responses.create(model="tiny", input="hi", tools=[tool])
+    assert answer.output_text.strip() == (content or said).strip()
+    script(scripted, "Hm.", said)
+    blocks = message(scripted, tools=[{"name": "bash", "input_schema": {"type": "object"}}])["content"]
+    assert [part["text"].strip() for part in blocks if part["type"] == "text"] == [(content or said).strip()]
+    assert not any(part["type"] == "tool_use" for part in blocks)
+
+
 def test_a_response_is_forced_into_a_call_and_into_a_schema(live: Live) -> None:
     common: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 400, "reasoning": {"effort": "none"}}
     answer = live.openai.responses.create(

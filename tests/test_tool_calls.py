@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -10,7 +11,7 @@ import pytest
 from folders import MARKS, SPECIAL, byte_tokenizer
 
 from leadline.chat import FINISH_REASONS, ChatFormat, ChatParser
-from leadline.tool_calls import MARK, read
+from leadline.tool_calls import BEGINNING, MARK, read
 
 TOKENIZER = byte_tokenizer()
 FORMAT = ChatFormat(TOKENIZER, (1,))
@@ -358,3 +359,28 @@ def test_nobody_can_spell_the_mark_that_recipe_is_given() -> None:
     assert MARK not in first and first.replace("｜1｜", "｜2｜") == second
     marks = {ChatParser(FORMAT, ASKED, "", "")._reader._mark for _ in range(3)}
     assert len(marks) == 3 and MARK not in marks
+
+
+def test_long_and_odd_answers_are_read_in_time() -> None:
+    """Linear in their length: a model that goes astray must not hold up the others."""
+    mark, many = MARK, 40_000
+    call = f'<{mark}invoke name="a"></{mark}invoke>'
+    odd = ["\n" * many, "<" * many, "DSML" * (many // 4), "</ \n" * (many // 4), "< " * (many // 2)]
+    odd += [f'<{mark}invoke name="a">' * (many // 24), (f"<{mark}x>" + "\n" * 5) * (many // 14)]
+    begun = time.process_time()
+    for text in odd:
+        for whole in (text + "x", call + text + "x", text + "x" + call):
+            BEGINNING.search(whole)
+            for cut in (False, True):
+                read(whole, cut, "｜ab｜")
+    assert time.process_time() - begun < 5, "a quadratic pattern takes minutes"
+
+
+def test_a_token_of_a_long_answer_costs_no_more_than_one_of_a_short_one() -> None:
+    tokens = ENCODE("a" + "\n" * 30_000 + "b")
+    parser = ChatParser(FORMAT, ASKED, "id", "model")
+    parser.begin(0)
+    begun = time.process_time()
+    chunks = [chunk for token in tokens for chunk in parser.push([token])]
+    assert time.process_time() - begun < 5, "what is held back is looked through for every token"
+    assert joined([*chunks, *parser.finish("stop")])[1] == "a" + "\n" * 30_000 + "b"

@@ -84,9 +84,8 @@ class DecodeGraphs:
         padded = pad(plan, recorded.empty)
         recorded.packed.copy_(send(joined(list(padded.arrays().values())), recorded.packed.device), non_blocking=True)
         recorded.replay()
-        snapshots = unrecorded(plan)
-        if len(snapshots.window_target):
-            self.state.commit(snapshots.to_batch(recorded.packed.device))
+        if len(plan.window_target) > len(plan.ids):
+            self.state.commit(snapshots(plan).to_batch(recorded.packed.device))
         if np.array_equal(plan.logit_rows, np.arange(len(plan.logit_rows))):
             return recorded.logits[: len(plan.logit_rows)]
         return recorded.logits[send(plan.logit_rows, recorded.logits.device)]
@@ -195,7 +194,7 @@ COPIED = (
 def pad(plan: StepPlan, empty: StepPlan) -> StepPlan:
     """`plan`, whose chunks are single tokens, in the place of as much of the padding `empty`.
 
-    It lacks what only `State.begin` reads, and `unrecorded`.
+    It lacks what only `State.begin` reads, and `snapshots`.
     """
     filled: dict[str, Any] = {name: _over(getattr(empty, name), getattr(plan, name)) for name in COPIED}
     for name, count in own_rows(plan).items():
@@ -204,16 +203,18 @@ def pad(plan: StepPlan, empty: StepPlan) -> StepPlan:
 
 
 def own_rows(plan: StepPlan) -> dict[str, int]:
-    """How many rows of each list that `State.commit` reads, the first ones, are the tokens' own: the others are
-    snapshots."""
+    """How many rows of each list that `State.commit` reads are the tokens' own: the first; the others are snapshots."""
     tokens, folded = len(plan.ids), int(np.count_nonzero((plan.positions + 1) % HCA_RATIO))
     counts = {"window": tokens, "pending": tokens, "fold": folded}
     return {f"{name}_{end}": count for name, count in counts.items() for end in ("source", "target")}
 
 
-def unrecorded(plan: StepPlan) -> StepPlan:
-    """`plan` with the snapshots alone to commit. What they read the tokens' own rows do not overwrite: a ring holds as
-    many tokens as a snapshot keeps."""
+def snapshots(plan: StepPlan) -> StepPlan:
+    """`plan` with its snapshots alone to commit.
+
+    They may be copied after the tokens' own rows, which overwrite nothing that they read: a snapshot of a step of
+    single tokens is made at its end, and a ring holds as many tokens as it keeps.
+    """
     return replace(plan, **{name: getattr(plan, name)[count:] for name, count in own_rows(plan).items()})
 
 

@@ -64,9 +64,8 @@ def copy_rows(pool: Tensor | Packed, source: Tensor, target: Tensor) -> None:
 
 def row_words(pool: Tensor | Packed) -> list[Tensor]:
     """Views of a pool's rows as integers, [layers, blocks, rows of a block, words]; a plain pool is one block."""
-    parts = pool.parts if isinstance(pool, Packed) else (pool.flatten(2)[:, None],)
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    return [_words(part).view(words.get(_words(part).element_size(), torch.uint8)) for part in parts]
+    parts = pool.parts if isinstance(pool, Packed) else (pool.flatten(2)[:, None].view(torch.uint8),)
+    return [_words(part) for part in parts]
 
 
 def _whole_blocks(rows: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from leadline.chat import FINISH_REASONS, ChatPrompt
+from leadline.chat import AnswerReader, ChatPrompt
 from leadline.engine.sampling import SamplingParams
 from leadline.server.chat_api import recommended_top_p
 from leadline.server.constraint import answer_constraint, split_choice
@@ -90,7 +90,7 @@ class Framed:
     async def _chunks(self) -> AsyncGenerator[tuple[Any, recipe.PromptUsage], None]:
         """recipe's chunks as they come, with the usage of the prompt."""
         prompt, params = await asyncio.to_thread(self._prepare)
-        processor = recipe.StreamProcessor(self._frames(prompt), prompt.request.parsing_options, self._format.tokenizer)
+        reader = AnswerReader(self._format, prompt, self._frames(prompt))
         usage = None
         async with aclosing(self._requests.generate(self._id, prompt.token_ids, params, 0, "")) as pieces:
             async for piece in pieces:
@@ -99,23 +99,18 @@ class Framed:
                     usage = recipe.PromptUsage(
                         prompt_tokens=len(prompt.token_ids), prompt_cache_hit_tokens=piece.cached_tokens
                     )
-                    chunks = processor.push(recipe.InferenceChunk.ready(prompt_usage=usage))
-                for chunk in chunks + self._push(processor, piece):
+                    chunks = reader.begin(usage)
+                for chunk in chunks + self._push(reader, piece):
                     yield chunk, usage
-                if processor.finished:
+                if reader.finished:
                     break
 
-    def _push(self, processor: recipe.StreamProcessor, piece: Piece) -> list[Any]:
+    def _push(self, reader: AnswerReader, piece: Piece) -> list[Any]:
         """What a piece makes of the answer."""
-        said = [i for i, token in enumerate(piece.tokens) if token not in self._format.eos_token_ids]
-        chunks = []
-        if said:
-            scored = piece.logprobs
-            logprobs = None if scored is None else [(scored[i].logprob, scored[i].top) for i in said]
-            chunks = processor.push(recipe.InferenceChunk.tokens([piece.tokens[i] for i in said], logprobs))
-        if piece.finish_reason is not None and not processor.finished:
-            reason = FINISH_REASONS["stop" if piece.finish_reason == "stop" else "length"]
-            chunks = chunks + processor.push(recipe.InferenceChunk.finish(reason)) + processor.finish()
+        scored = piece.logprobs
+        chunks = reader.push(piece.tokens, scored and [(logprob.logprob, logprob.top) for logprob in scored])
+        if piece.finish_reason is not None and not reader.finished:
+            chunks += reader.finish("stop" if piece.finish_reason == "stop" else "length")
         return chunks
 
     def _frames(self, prompt: ChatPrompt) -> Any:
