@@ -132,16 +132,15 @@ COMPRESSING = {
     "hca": [*GATES, ("hca_fold_kernel", "compress")],
 }
 ROUTE = [("_multiply", "route"), ("_choose", "route")]
-EXPERTS = [
-    ("_count", "experts"),
-    ("_place", "experts"),
-    ("fp4_product", "experts"),
-    ("_summed_pairs", "experts"),
-    ("few_product", "experts"),
-    ("_hidden_rows", "experts"),
-    ("few_product", "experts"),
-    ("void at::native::vectorized_elementwise_kernel<add>", "experts"),
-]
+SHARED = [("few_product", "experts"), ("_hidden_rows", "experts"), ("few_product", "experts")]
+SUM = [("_summed_pairs", "experts")]
+ARRANGED = [("_prepare", "experts"), ("up_product", "experts"), ("down_product", "experts")]
+IN_ORDER = [("_count", "experts"), ("_place", "experts"), ("_gate_up", "experts"), ("_down", "experts")]
+EXPERTS = {
+    "together": [*ARRANGED, *SUM],
+    "shared one apart": [*SHARED, ("_count", "experts"), *ARRANGED, *SUM],
+    "in the checkpoint's order": [*SHARED, *IN_ORDER, *SUM],
+}
 BEFORE = [("Memcpy HtoD (Pinned -> Device)", "other"), ("void at::native::index_elementwise_kernel", "other")]
 HEAD = [
     *MIX,
@@ -152,20 +151,21 @@ HEAD = [
 ]
 
 
-def layer(kind: str) -> list[tuple[str, str]]:
-    return [*MIX, *LATENT, *STORE, *COMPRESSING[kind], *ATTEND, *MIX, *ROUTE, *EXPERTS]
+def layer(kind: str, experts: str) -> list[tuple[str, str]]:
+    return [*MIX, *LATENT, *STORE, *COMPRESSING[kind], *ATTEND, *MIX, *ROUTE, *EXPERTS[experts]]
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("kind", COMPRESSING)
-def test_kernels_of_a_layer_are_sorted_by_their_order(kind: str) -> None:
-    expected = [*BEFORE, *layer(kind), *layer("swa"), *HEAD] * 2
+def test_kernels_of_a_layer_are_sorted_by_their_order(kind: str, experts: str) -> None:
+    expected = [*BEFORE, *layer(kind, experts), *layer("swa", experts), *HEAD] * 2
     names = [name for name, _ in expected]
     assert list(zip(names, operations(names), strict=True)) == expected
 
 
 def test_products_whose_input_is_rounded_first() -> None:
     """With more rows than a few a launch of its own rounds a product's input."""
-    rounded = [(name, operation) for name, operation in layer("csa closing")]
+    rounded = [(name, operation) for name, operation in layer("csa closing", "shared one apart")]
     for place in reversed([i for i, (name, _) in enumerate(rounded) if name == "few_product"]):
         if rounded[place][1] != "output":  # this input is never rounded
             rounded.insert(place, ("quantize_kernel", rounded[place][1]))

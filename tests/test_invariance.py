@@ -129,6 +129,9 @@ def _experts(draw: Drawer) -> Iterator[Case]:
         yield Case("shared_expert", (x,), partial(experts.shared_expert, **one))
         routed = partial(experts.routed_experts, w13=w13, w2=w2, limit=1.0)
         yield Case("routed_experts", (x, chosen, weights), routed)
+        shared = {"shared_w13": one["w13"], "shared_w2": one["w2"]}
+        both = partial(experts.experts, w13=w13, w2=w2, **shared, limit=1.0)
+        yield Case("experts", (x, chosen, weights), both)
 
 
 def _compressors(draw: Drawer) -> Iterator[Case]:

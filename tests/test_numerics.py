@@ -33,7 +33,7 @@ from leadline.config import ModelConfig, Ratio
 from leadline.engine.sampling import SamplingParams
 from leadline.formats import fp4_quantize_weight, fp8_quantize_weight, hadamard
 from leadline.kernels import compress, store
-from leadline.kernels.experts import routed_experts, shared_expert
+from leadline.kernels.experts import experts, routed_experts, shared_expert
 from leadline.kernels.project import Weight
 from leadline.kernels.rope import Angles, angles
 from leadline.kernels.select import select
@@ -303,10 +303,12 @@ def test_v04_every_path_clamps(form: str, dtype: torch.dtype) -> None:
     assert gate.max() > 40 and gate.min() < -40 and up.max() > 40 and up.min() < -40
     gate, up = gate.clamp(max=10), up.clamp(-10, 10)
     expected = (gate / (1 + torch.exp(-gate)) * up)[0]
-    one = torch.ones(1, 1, dtype=torch.float32)
+    first, one = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.float32)
+    shared = w13.expert(0), w2.expert(0)
     results = {
-        "routed": routed_experts(x, torch.zeros(1, 1, dtype=torch.int64), one, w13, w2, 10.0),
-        "shared": shared_expert(x, w13.expert(0), w2.expert(0), 10.0),
+        "routed": routed_experts(x, first, one, w13, w2, 10.0),
+        "shared": shared_expert(x, *shared, 10.0),
+        "the mean of both": experts(x, first, one, w13, w2, *shared, 10.0) / 2,
     }
     for name, result in results.items():
         torch.testing.assert_close(

@@ -11,11 +11,10 @@ from benchmarks.kernels.timing import READ_BANDWIDTH, attempt, check, table, tim
 from leadline.kernels import experts as definition
 from leadline.kernels.arrange import arrange_experts, restore_experts
 from leadline.kernels.gpu import experts_fp4
-from leadline.kernels.gpu.experts import routed_experts, shared_expert
-from leadline.kernels.gpu.experts_fp4 import Shape, routed_fp4
-from leadline.kernels.gpu.experts_rows import summed_pairs
-from leadline.kernels.gpu.experts_tiles import tiles_by_expert
-from leadline.kernels.gpu.quantize import quantize_rows
+from leadline.kernels.gpu.experts import experts, routed_experts, shared_expert
+from leadline.kernels.gpu.experts_fp4 import Shape, arranged_outputs
+from leadline.kernels.gpu.experts_prepare import prepared
+from leadline.kernels.gpu.experts_rows import summed
 from leadline.kernels.project import Weight
 
 HIDDEN, WIDTH, EXPERTS, ACTIVE, LIMIT = 4096, 2048, 256, 6, 10.0
@@ -73,6 +72,18 @@ def exact(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight) -
     return out
 
 
+def shaped(x: Tensor, chosen: Tensor, weights: Tensor, a13: Weight, a2: Weight, shape: Shape | None) -> Tensor:
+    """The routed experts alone, by arranged weights."""
+    return summed(arranged_outputs(x, chosen, weights, a13, a2, LIMIT, None, shape), chosen, None, torch.float32)
+
+
+def matrix(rows: int, columns: int) -> Weight:
+    """One of the shared expert's, in fp8."""
+    data = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.full((rows // 128, columns // 128), 121, dtype=torch.uint8, device="cuda")
+    return Weight(data, scale.view(torch.float8_e8m0fnu), True)
+
+
 def warm(calls: list) -> None:
     """Compile what `calls` launch, side by side."""
     with ThreadPoolExecutor(12) as pool:
@@ -98,14 +109,14 @@ def correctness(w13: Weight, w2: Weight, a13: Weight, a2: Weight, shapes: dict) 
             attempt(name, lambda: check(name, call(), want, 0.02))
 
         compare(f"plain {tokens}", lambda one=one: routed_experts(*one, w13, w2, LIMIT))
-        compare(f"fp4 {tokens}", lambda one=one: routed_fp4(*one, a13, a2, LIMIT))
+        compare(f"fp4 {tokens}", lambda one=one: shaped(*one, a13, a2, None))
         for shape in dict.fromkeys(shapes[64 if tokens < 200 else 4096]):
             if shape and tokens in (16, 512):
-                compare(f"fp4 {tokens} {shape}", lambda one=one, s=shape: routed_fp4(*one, a13, a2, LIMIT, s))
+                compare(f"fp4 {tokens} {shape}", lambda one=one, s=shape: shaped(*one, a13, a2, s))
 
 
-def timed(tokens: int, sets: list, plain: tuple, arranged: tuple, shapes: list) -> list[list[object]]:
-    """Lines of the table for one number of tokens."""
+def timed(tokens: int, sets: list, plain: tuple, arranged: tuple, copies: list, shapes: list) -> list[list[object]]:
+    """Lines of the table for one number of tokens; the shared expert's bytes are not counted."""
     hit = sum(len(b[1].unique()) for b in sets) / len(sets)
     launches = 16 if tokens < 1000 else 2
     lines = []
@@ -117,8 +128,9 @@ def timed(tokens: int, sets: list, plain: tuple, arranged: tuple, shapes: list) 
 
     measure("plain", lambda i: routed_experts(*sets[i], *plain, LIMIT))
     for shape in shapes:
-        name = f"{shape.width},{shape.groups},{shape.units},{shape.slots}" if shape else "fp4"
-        measure(name, lambda i, s=shape: routed_fp4(*sets[i], *arranged, LIMIT, s))
+        name = f"{shape.width},{shape.units},{shape.slots}" if shape else "fp4"
+        measure(name, lambda i, s=shape: shaped(*sets[i], *arranged, s))
+    measure("with shared", lambda i: experts(*sets[i], *arranged, *copies[i % len(copies)], LIMIT))
     return lines
 
 
@@ -132,56 +144,43 @@ def main() -> None:
     sizes = (1, 4, 16, 64, 128, 4096)
     shapes = {tokens: [None] for tokens in sizes}
     if options.sweep:
-        shapes |= {64: [None, Shape(8, 1, 2, 3), Shape(8, 1, 2, 5), Shape(16, 1, 2, 4)],
-                   4096: [None, Shape(64, 2, 1, 4), Shape(128, 1, 1, 3), Shape(128, 2, 1, 3)]}  # fmt: skip
+        shapes |= {64: [None, Shape(8, 2, 3), Shape(8, 2, 5), Shape(16, 2, 4)],
+                   4096: [None, Shape(32, 2, 4), Shape(64, 1, 3), Shape(128, 1, 3)]}  # fmt: skip
     batches = {tokens: [batch(tokens, seed) for seed in range(8 if tokens < 16 else 2)] for tokens in sizes}
-    warm([lambda s=s, b=batches[t][0]: routed_fp4(*b, a13, a2, LIMIT, s) for t in sizes for s in shapes[t]]
+    copies = [(matrix(2 * WIDTH, HIDDEN), matrix(HIDDEN, WIDTH)) for _ in range(6)]
+    warm([lambda s=s, b=batches[t][0]: shaped(*b, a13, a2, s) for t in sizes for s in shapes[t]]
+         + [lambda b=batches[t][0]: experts(*b, a13, a2, *copies[0], LIMIT) for t in sizes]
          + [lambda b=batches[t][0]: routed_experts(*b, w13, w2, LIMIT) for t in sizes])  # fmt: skip
     correctness(w13, w2, a13, a2, shapes)
     if options.check:
         return
-    rows = [line for tokens in sizes for line in timed(tokens, batches[tokens], (w13, w2), (a13, a2), shapes[tokens])]
-    table("routed experts, Flash", ["tokens", "kernel", "us", "TB/s", "of floor", "TFLOP/s"], rows)
-    parts(batches, a13, a2)
-    shared()
-
-
-def parts(batches: dict, a13: Weight, a2: Weight) -> None:
-    """Where the time of one call goes."""
-    table(
-        "parts, us (products with their rounding)",
-        ["tokens", "tiles", "round x", "round hidden", "gate+up", "down", "sum"],
-        [[tokens, *parts_of(*batches[tokens][0], a13, a2)] for tokens in (1, 64, 4096)],
-    )
-
-
-def parts_of(x: Tensor, chosen: Tensor, weights: Tensor, a13: Weight, a2: Weight) -> list[object]:
-    """Microseconds of each launch."""
-    shape = experts_fp4.shape_for(chosen.numel(), EXPERTS, HIDDEN)
-    tiles = tiles_by_expert(chosen, EXPERTS, shape.width)
-    hidden = torch.randn(tiles.pairs, WIDTH, device="cuda").bfloat16()
-    outputs = torch.randn(tiles.pairs, HIDDEN, device="cuda").bfloat16()
-    product = experts_fp4._product
-    calls = [
-        lambda i: tiles_by_expert(chosen, EXPERTS, shape.width),
-        lambda i: quantize_rows(x),
-        lambda i: quantize_rows(hidden),
-        lambda i: product(x, weights, a13, hidden, tiles, ACTIVE, LIMIT, True, shape),
-        lambda i: product(hidden, weights, a2, outputs, tiles, ACTIVE, LIMIT, False, shape),
-        lambda i: summed_pairs(outputs, chosen),
+    rows = [
+        line
+        for tokens in sizes
+        for line in timed(tokens, batches[tokens], (w13, w2), (a13, a2), copies, shapes[tokens])
     ]
-    return [attempt("part", lambda call=call: time_us(call, 1, 8)) for call in calls]
+    table("experts, Flash", ["tokens", "kernel", "us", "TB/s", "of floor", "TFLOP/s"], rows)
+    parts(batches)
+    shared(copies)
 
 
-def shared() -> None:
-    """The shared expert in fp8."""
+def parts(batches: dict) -> None:
+    """Launches around the products."""
+    lines = []
+    for tokens in (1, 64, 4096):
+        x, chosen, _ = batches[tokens][0]
+        outputs = torch.randn(tokens * (ACTIVE + 1), HIDDEN, device="cuda").bfloat16()
+        shape = experts_fp4.shape_for(tokens, ACTIVE, EXPERTS, WIDTH)
+        calls = [
+            lambda i, x=x, c=chosen, s=shape: prepared(x, c, EXPERTS, s.width, WIDTH // 128),
+            lambda i, o=outputs, c=chosen: summed(o, c, o[c.numel() :], torch.bfloat16),
+        ]
+        lines.append([tokens, *(attempt("part", lambda call=call: time_us(call, 1, 8)) for call in calls)])
+    table("parts, us", ["tokens", "prepare", "sum"], lines)
 
-    def matrix(r: int, c: int) -> Weight:
-        data = torch.randn(r, c, device="cuda").to(torch.float8_e4m3fn)
-        scale = torch.full((r // 128, c // 128), 121, dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
-        return Weight(data, scale, True)
 
-    copies = [(matrix(2 * WIDTH, HIDDEN), matrix(HIDDEN, WIDTH)) for _ in range(6)]
+def shared(copies: list) -> None:
+    """The shared expert alone, in fp8."""
     size, lines = 3 * HIDDEN * WIDTH, []
     for tokens in (1, 16, 64, 4096):
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()

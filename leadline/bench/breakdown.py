@@ -34,7 +34,9 @@ MARKS = (
     ("_join", "attend"),
     ("_multiply", "route"),
     ("_choose", "route"),
-    ("fp4_product", "experts"),
+    ("_prepare", "experts"),
+    ("up_product", "experts"),
+    ("down_product", "experts"),
     ("_gate_up", "experts"),
     ("_down", "experts"),
     ("_summed_pairs", "experts"),
@@ -126,7 +128,7 @@ def operations(names: Sequence[str]) -> list[str]:
 
 
 def _mark(name: str) -> str | None:
-    if _is_product(name) and "fp4_product" not in name:
+    if _is_product(name):
         return None
     return next((operation for part, operation in MARKS if part in name), None)
 

@@ -25,6 +25,29 @@ def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float, token_weights: Tensor 
     return row_product(fp8_round_trip(hidden) if w2.round_input else hidden, w2.dense(x.dtype))
 
 
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    w13: Weight,
+    w2: Weight,
+    shared_w13: Weight,
+    shared_w2: Weight,
+    limit: float,
+) -> Tensor:
+    """Routed experts and the shared one, summed in fp32: `x` [T, d] -> [T, d] in its dtype.
+
+    `chosen` and `weights` are [T, k]. `w13` and `w2` are stacks as `routed_experts` takes them, `shared_w13` [2 I, d]
+    and `shared_w2` [d, I] matrices.
+    """
+    if x.is_cuda and x.dtype != torch.float64:
+        from leadline.kernels.gpu import experts as gpu
+
+        return gpu.experts(x, chosen, weights, w13, w2, shared_w13, shared_w2, limit)
+    routed = routed_experts(x, chosen, weights, w13, w2, limit)
+    return (routed + shared_expert(x, shared_w13, shared_w2, limit)).to(x.dtype)
+
+
 def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """The expert of every token: `x` [T, d] -> fp32 [T, d]."""
     if x.is_cuda and x.dtype != torch.float64:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from leadline.config import ModelConfig
-from leadline.kernels.experts import routed_experts, shared_expert
+from leadline.kernels.experts import experts
 from leadline.kernels.mix import Mixing, Reading, close_and_open, close_sublayer, open_sublayer
 from leadline.kernels.route import route
 from leadline.model.attention import Attention
@@ -88,5 +88,5 @@ class Experts:
         )
         if counts is not None:
             counts.index_add_(0, chosen.clamp(min=0).flatten(), (chosen >= 0).to(counts.dtype).flatten())
-        routed = routed_experts(x, chosen, weights, self.w13, self.w2, c.swiglu_limit)
-        return (routed + shared_expert(x, self.shared_w13, self.shared_w2, c.swiglu_limit)).to(x.dtype)
+        shared = (self.shared_w13, self.shared_w2)
+        return experts(x, chosen, weights, self.w13, self.w2, *shared, c.swiglu_limit)

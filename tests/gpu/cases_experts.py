@@ -1,13 +1,15 @@
 """The experts' kernels as they are launched on each chip, for `tests.gpu.compiling`."""
 
 import json
+import math
+from typing import Any
 
 import torch
 import triton.language as tl
 
-from leadline.kernels.gpu import experts_arrange, experts_products, experts_rows, experts_tiles
+from leadline.kernels.gpu import experts_arrange, experts_prepare, experts_products, experts_rows, experts_tiles
 from leadline.kernels.gpu.chips import CHIPS, Chip
-from leadline.kernels.gpu.experts_fp4 import shape_for
+from leadline.kernels.gpu.experts_fp4 import MOST_SHARED_TOKENS, shape_for
 from tests.gpu.compiling import Case, compile_case, printed_by
 
 FLASH = (4096, 2048, 256, 6)
@@ -50,27 +52,43 @@ def product_cases(chip: Chip, dtype: torch.dtype, form: str, tokens: int) -> lis
 
 
 def row_cases(chip: Chip) -> list[Case]:
-    """Rounding and summing, and the tiles of a large batch."""
+    """Rounding and summing."""
     rounding = {"p_x": "*bf16", "p_out": "*bf16", "columns": "i32"}
     flags = {"rounds": True, "halves": True, "b_blocks": 8}
     early = chip.backend == "cuda" and int(chip.arch) >= 90
     hidden = {"p_gate_up": "*bf16", "p_out": "*bf16", "width": "i32", "limit": "fp32"}
-    summing = {"p_outputs": "*bf16", "p_chosen": "*i64", "p_out": "*fp32", "columns": "i32", "active": "i32"}
-    b = {"b_pairs": experts_tiles.PAIRS_PER_PROGRAM, "b_experts": 512}
-    place = {"p_chosen": "*i64", "p_counts": "*i32", "p_order": "*i32", "p_records": "*i32", "pairs": "i32",
-             "blocks": "i32", "most": "i32"}  # fmt: skip
-    count = {"p_chosen": "*i64", "p_counts": "*i32", "pairs": "i32"}
-
-    def case(name, kernel, signature, constants):
-        return Case(name, kernel, signature | dict.fromkeys(constants, "constexpr"), constants, {"num_warps": 4})
-
+    summing = {"p_outputs": "*bf16", "p_chosen": "*i64", "p_shared": "*bf16", "p_out": "*bf16", "columns": "i32"}
+    sums = {"active": 6, "b_columns": 512, "early": early}
+    alone = summing | {"p_out": "*fp32", "p_shared": "constexpr"}
     return [
         case("product_input", experts_rows._product_input, rounding, flags),
         case("hidden_rows", experts_rows._hidden_rows, hidden, {"b_columns": 1024, "early": early}),
-        case("summed_pairs", experts_rows._summed_pairs, summing, {"b_columns": 1024}),
-        case("count", experts_tiles._count, count, b),
-        case("place", experts_tiles._place, place, {"width": 16, **b}),
+        case("summed", experts_rows._summed_pairs, summing, sums),
+        case("summed alone", experts_rows._summed_pairs, alone, {"p_shared": None, **sums}),
     ]
+
+
+def tile_cases(chip: Chip) -> list[Case]:
+    """Tiles of few and of many pairs, and beside the rounding of the input where the kernels after it run."""
+    types = {"p_chosen": "*i64", "p_x": "*bf16", "p_codes": "*fp8e4nv", "p_scales": "*fp32"}
+    types |= dict.fromkeys(("p_counts", "p_order", "p_records", "p_counters"), "*i32")
+    many = {"b_pairs": experts_tiles.PAIRS_PER_PROGRAM, "b_experts": 512}
+    few = {"b_pairs": experts_tiles.FEW_PER_PROGRAM, "b_experts": 256, "b_all": 1024}
+    rounding = {"block": 128, "per_program": 16, "fp8_type": True, "early": True}
+    kernels = [("count", experts_tiles._count, many)]
+    for name, fixed in (("few", few), ("many", {**many, "b_all": 0})):
+        fixed["width"] = 16
+        kernels.append((f"place {name}", experts_tiles._place, fixed))
+        if chip.name == "sm90":
+            kernels.append((f"prepare {name}", experts_prepare._prepare, fixed | rounding))
+    return [
+        case(name, kernel, {argument: types.get(argument, "i32") for argument in kernel.arg_names}, fixed)
+        for name, kernel, fixed in kernels
+    ]
+
+
+def case(name: str, kernel: Any, signature: dict, constants: dict) -> Case:
+    return Case(name, kernel, signature | dict.fromkeys(constants, "constexpr"), constants, {"num_warps": 4})
 
 
 def arranging_cases() -> list[Case]:
@@ -88,34 +106,53 @@ def arranging_cases() -> list[Case]:
 def cases(chip: Chip) -> list[Case]:
     bf16, fp32 = torch.bfloat16, torch.float32
     kinds = [(bf16, "fp4", 16), (bf16, "fp4", 8192), (bf16, "fp8", 64), (bf16, "plain", 2048), (fp32, "plain", 16)]
-    return row_cases(chip) + arranging_cases() + [case for kind in kinds for case in product_cases(chip, *kind)]
+    return (
+        row_cases(chip)
+        + tile_cases(chip)
+        + arranging_cases()
+        + [case for kind in kinds for case in product_cases(chip, *kind)]
+    )
 
 
 def hopper_failures() -> list[str]:
-    """What does not compile, or spills, of Hopper's own kernel, which is Gluon: V4-Flash and V4-Pro, few and many."""
+    """What does not compile, or spills, of Hopper's own kernels, which are Gluon: V4-Flash, few tokens and many."""
     return printed_by("cases_experts")
 
 
+def hopper_case(kernel: Any, tokens: int) -> Case:
+    """One of the two kernels as V4-Flash launches it."""
+    hidden, width, experts, active = FLASH
+    shape = shape_for(tokens, active, experts, math.gcd(hidden, width))
+    beside = tokens <= MOST_SHARED_TOKENS
+    fixed = {"width": shape.width, "units": shape.units, "slots": shape.slots, "shared_slots": shape.shared_slots}
+    fixed |= {"shared_width": shape.shared_width} if beside else {"shared_width": 0, "p_shared": None}
+    fixed |= {} if beside else {"p_shared_scale": None}
+    types = {"p_x": "*fp8e4nv", "p_x_scale": "*fp32", "p_weights": "*fp32", "p_shared": "*fp8e4nv", "limit": "fp32",
+             "p_shared_scale": "*u8", "p_hidden": "*bf16", "p_codes": "*fp8e4nv", "p_code_scales": "*fp32",
+             "p_out": "*bf16"}  # fmt: skip
+    types |= dict.fromkeys(("p_words", "p_row_words", "p_order", "p_records", "p_arrived"), "*i32")
+    types |= dict.fromkeys(fixed, "constexpr")
+    names = kernel.arg_names
+    constants = {name: value for name, value in fixed.items() if name in names}
+    aligned = tuple(n for n in names if n not in constants and (n.startswith("p_") or n in ("rows", "columns")))
+    signature = {name: types.get(name, "i32") for name in names}
+    return Case(f"{kernel.__name__} {tokens}", kernel, signature, constants, {"num_warps": 4, "launch_pdl": 1}, aligned)
+
+
 def _main() -> None:
-    from leadline.kernels.gpu.experts_hopper import fp4_product
+    from leadline.kernels.gpu.experts_hopper import down_product, up_product
 
     found = []
-    names = fp4_product.arg_names
-    for gate_up, pairs in ((True, 6), (False, 24576)):
-        shape = shape_for(pairs, 256, 4096)
-        fixed = {"gate_up": gate_up, "width": shape.width, "groups": shape.groups, "units": shape.units}
-        fixed |= {"slots": shape.slots}
-        types = {"p_x": "*fp8e4nv", "p_x_scale": "*fp32", "p_weights": "*fp32", "p_out": "*bf16", "limit": "fp32"}
-        types |= dict.fromkeys(("p_words", "p_row_words", "p_order", "p_records"), "*i32")
-        types |= dict.fromkeys(fixed, "constexpr")
-        aligned = tuple(name for name in names if name.startswith("p_") or name in ("rows", "columns"))
-        signature = {name: types.get(name, "i32") for name in names}
-        case = Case("hopper", fp4_product, signature, fixed, {"num_warps": 4 * shape.groups}, aligned)
-        compiled = compile_case(case, CHIPS["sm90"])
-        if 2 * compiled.metadata.shared > CHIPS["sm90"].shared_bytes:
-            found.append(f"{shape}: {compiled.metadata.shared} bytes of shared memory: no two programs fit")
-        if "wgmma.mma_async" not in compiled.asm["ptx"] or ".local" in compiled.asm["ptx"]:
-            found.append(f"{shape}: no matrix instruction, or local memory")
+    for kernel in (up_product, down_product):
+        for tokens in (1, 16, 64, 300, 4096):
+            compiled = compile_case(hopper_case(kernel, tokens), CHIPS["sm90"])
+            memory, ptx = compiled.metadata.shared, compiled.asm["ptx"]
+            if (5 if tokens <= 64 else 2) * memory > CHIPS["sm90"].shared_bytes:
+                found.append(f"{kernel.__name__} {tokens}: {memory} bytes of shared memory: too few programs fit")
+            if "wgmma.mma_async" not in ptx or ".local" in ptx:
+                found.append(f"{kernel.__name__} {tokens}: no matrix instruction, or local memory")
+            if "griddepcontrol.wait" not in ptx or "griddepcontrol.launch_dependents" not in ptx:
+                found.append(f"{kernel.__name__} {tokens}: does not wait for the kernel before, or holds the next up")
     print(json.dumps(found))
 
 

@@ -188,5 +188,7 @@ def test_gate_rows(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> 
     gating = Gating((draw(rows, columns) / columns**0.5).to(dtype), draw(4, rows))
     out = torch.full((tokens + 2, rows), 77.0, device=DEVICE)
     gpu.gate_rows(x, gating, out[1:-1])
-    assert_near("rows", out[1:-1], x.double() @ gating.matrix.double().T, 20, torch.float32)
+    # a tensor core cuts off, on average, half of 2^-23 of the running sum after each 16 columns, all in one direction
+    ulps = max(20, columns / 64)
+    assert_near("rows", out[1:-1], x.double() @ gating.matrix.double().T, ulps, torch.float32)
     assert (out[[0, -1]] == 77).all()

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from leadline.formats import fp4_dequantize, fp4_quantize_weight, fp8_quantize_weight
+from leadline.formats import fp4_dequantize, fp4_quantize_weight, fp8_quantize_rows, fp8_quantize_weight
 from leadline.kernels import experts as definition
 from leadline.kernels.arrange import arrange_experts
 from leadline.kernels.gpu import experts, experts_arrange
 from leadline.kernels.gpu.chips import CHIPS
 from leadline.kernels.gpu.experts_arrange import arrange, arrange_stacks, restore, restore_stacks
-from leadline.kernels.gpu.experts_rows import product_input, summed_pairs
-from leadline.kernels.gpu.experts_tiles import tiles_by_expert
+from leadline.kernels.gpu.experts_fp4 import fits_beside
+from leadline.kernels.gpu.experts_prepare import prepared
+from leadline.kernels.gpu.experts_rows import product_input, summed
+from leadline.kernels.gpu.experts_tiles import Tiles, tiles_by_expert
 from leadline.kernels.project import Weight, round_input
 from tests.gpu.cases_experts import hopper_failures
 from tests.gpu.compiling import failures
@@ -86,6 +88,23 @@ def test_routed_experts(form, scales, dtype, rounds, tokens):
 
 
 @pytest.mark.parametrize(("form", "scales", "dtype", "rounds"), CASES)
+@pytest.mark.parametrize("tokens", [3, 17])
+def test_routed_and_shared_experts_are_summed_and_cast(form, scales, dtype, rounds, tokens):
+    torch.manual_seed(tokens)
+    count, active, hidden, width = 3, 2, 128, 32
+    stacks = [stack(count, *shape, form, scales, dtype, rounds) for shape in ((2 * width, hidden), (hidden, width))]
+    shared_form, shared_scales = ("plain", None) if form == "plain" else ("fp8", scales)
+    shapes = ((2 * width, hidden), (hidden, width))
+    shared = [stack(1, *shape, shared_form, shared_scales, dtype, rounds).expert(0) for shape in shapes]
+    x = torch.randn(tokens, hidden).to(dtype).to(DEVICE) * 2
+    chosen, weights = routing(tokens, count, active)
+    got = experts.experts(x, chosen, weights, *stacks, *shared, 1.0)
+    assert got.dtype == dtype
+    want = definition.experts(x.double(), chosen, weights.double(), *map(wide, stacks), *map(wide, shared), 1.0)
+    assert_close("both", got, want, bound_for(dtype, rounds))
+
+
+@pytest.mark.parametrize(("form", "scales", "dtype", "rounds"), CASES)
 def test_shared_expert(form, scales, dtype, rounds):
     torch.manual_seed(0)
     w13 = stack(1, 256, 256, form, scales, dtype, rounds).expert(0)
@@ -109,7 +128,9 @@ def test_no_tokens():
     x = torch.zeros(0, 32).to(DEVICE)
     chosen, weights = torch.zeros(0, 1, dtype=torch.int64).to(DEVICE), torch.zeros(0, 1).to(DEVICE)
     assert experts.routed_experts(x, chosen, weights, w13, w2, 10.0).shape == (0, 32)
-    assert experts.shared_expert(x, w13.expert(0), w2.expert(0), 10.0).shape == (0, 32)
+    shared = w13.expert(0), w2.expert(0)
+    assert experts.shared_expert(x, *shared, 10.0).shape == (0, 32)
+    assert experts.experts(x, chosen, weights, w13, w2, *shared, 10.0).shape == (0, 32)
 
 
 def without_some(chosen):
@@ -133,25 +154,53 @@ def test_rows_without_experts_are_zero_and_change_no_other(module, form, dtype, 
     x = torch.randn(tokens, hidden).to(dtype).to(DEVICE)
     chosen, weights = routing(tokens, count, 2)
     poison_new_tensors(monkeypatch)
+    shared = w13.expert(0), w2.expert(1)
     want = module.routed_experts(x, chosen, weights, w13, w2, 1.0)
+    both = module.experts(x, chosen, weights, w13, w2, *shared, 1.0)
     chosen, absent = without_some(chosen)
     if seed == 0:
         chosen, absent = chosen.fill_(-1), absent.fill_(True)
     x[absent], weights[absent] = float("nan"), 0
     got = module.routed_experts(x, chosen, weights, w13, w2, 1.0)
     assert (got[absent] == 0).all() and torch.equal(got[~absent], want[~absent])
+    got = module.experts(x, chosen, weights, w13, w2, *shared, 1.0)
+    assert torch.equal(got[~absent], both[~absent])
+
+
+ROUTINGS = [(1, 8, 2, 16), (3, 256, 6, 8), (17, 8, 2, 8), (90, 300, 6, 8), (220, 300, 6, 16), (1100, 5, 1, 64)]
+"""Tokens, experts, active experts and width of a tile; of up to 1,024 pairs each program counts all."""
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens only", "padded"])
-@pytest.mark.parametrize(
-    ("tokens", "count", "active", "width"), [(1, 8, 2, 16), (40, 8, 2, 8), (90, 300, 6, 8), (300, 5, 1, 64)]
-)
-def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width, padded):
+@pytest.mark.parametrize(("tokens", "count", "active", "width"), ROUTINGS)
+def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width, padded, monkeypatch):
     torch.manual_seed(2)
     chosen, _ = routing(tokens, count, active)
     if padded:
         chosen, _ = without_some(chosen)
-    tiles = tiles_by_expert(chosen, count, width)
+    poison_new_tensors(monkeypatch)
+    assert_tiles(tiles_by_expert(chosen, count, width), chosen, count, width)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["tokens only", "padded"])
+@pytest.mark.parametrize(("tokens", "count", "active", "width"), ROUTINGS)
+def test_prepared(tokens, count, active, width, padded, monkeypatch):
+    torch.manual_seed(5)
+    chosen, _ = routing(tokens, count, active)
+    if padded:
+        chosen, _ = without_some(chosen)
+    x = (torch.randn(tokens, 384) * torch.rand(tokens, 384).exp2()).bfloat16().to(DEVICE)
+    codes, scales = fp8_quantize_rows(x.float())
+    poison_new_tensors(monkeypatch)
+    ready = prepared(x, chosen, count, width, 5)
+    assert_tiles(ready.tiles, chosen, count, width)
+    assert torch.equal(ready.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(ready.scales.T, scales.float().view(tokens, 3))
+    assert ready.counters.shape == (5 * (ready.tiles.most + tokens),) and not ready.counters.any()
+
+
+def assert_tiles(tiles: Tiles, chosen, count, width):
+    """Whether these are the pairs in the order of their experts, cut into as few tiles of `width` as there can be."""
     flat = chosen.flatten().cpu()
     pairs = int((flat >= 0).sum())
     wanted = torch.sort(flat, stable=True).indices[len(flat) - pairs :]
@@ -180,13 +229,20 @@ def test_product_input(columns):
     assert torch.equal(product_input(x, False, True), torch.cat([x[:, 0::2], x[:, 1::2]], 1))
 
 
-def test_summed_pairs():
-    outputs = torch.randn(12, 1100).bfloat16().to(DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_summed(dtype):
+    outputs, shared = torch.randn(12, 1100).to(dtype).to(DEVICE), torch.randn(4, 1100).to(dtype).to(DEVICE)
     chosen = torch.arange(12, device=DEVICE).view(4, 3)
     want = outputs.float().unflatten(0, (4, 3)).sum(1)
-    assert torch.equal(summed_pairs(outputs, chosen), want)
+    assert torch.equal(summed(outputs, chosen, None, torch.float32), want)
     chosen[1], outputs[3:6], want[1] = -1, float("nan"), 0
-    assert torch.equal(summed_pairs(outputs, chosen), want)
+    assert torch.equal(summed(outputs, chosen, None, torch.float32), want)
+    both = summed(torch.cat([outputs, shared]), chosen, shared, dtype)
+    assert both.dtype == dtype and summed(outputs[:0], chosen[:0], None, dtype).shape == (0, 1100)
+    if dtype == torch.float32:
+        assert torch.equal(both, want + shared)
+    else:  # Triton's interpreter truncates
+        assert_close("summed", both, (want + shared.float()).double(), 2**-7)
 
 
 def unpacked(word, row_word, part):
@@ -297,28 +353,93 @@ def test_which_stacks_are_taken(form, shape, scales, rounds, taken):
     assert experts_arrange.takes(stack(2, *shape, form, scales, torch.bfloat16, rounds)) == taken
 
 
+def layer_of(form, shared_form="fp8", scales=torch.float8_e8m0fnu, rounds=True, width=128):
+    """w13 and w2 of three experts of width 128, and a shared expert of some width."""
+    shapes = (256, 128), (128, 128)
+    stacks = [stack(3, *shape, "fp4", torch.float8_e8m0fnu, torch.bfloat16, True) for shape in shapes]
+    if form == "arranged":
+        arrange_stacks(stacks)
+    shapes = (2 * width, 128), (128, width)
+    shared = (stack(1, *shape, shared_form, scales, torch.bfloat16, rounds).expert(0) for shape in shapes)
+    return (*stacks, *shared)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "other", "fits"),
+    [
+        (1, {}, True),
+        (128, {}, True),
+        (129, {}, False),
+        (1, {"form": "fp4"}, False),
+        (1, {"shared_form": "fp4"}, False),
+        (1, {"shared_form": "plain", "scales": None}, False),
+        (1, {"scales": torch.float32}, False),
+        (1, {"rounds": False}, False),
+        (1, {"width": 256}, False),
+    ],
+)
+def test_which_shared_experts_go_beside_the_routed_ones(tokens, other, fits):
+    assert fits_beside(tokens, *layer_of(**{"form": "arranged"} | other)) == fits
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("hidden", "width"), [(1024, 512), (256, 128), (384, 640)])
-@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 2000])
-def test_arranged_experts_on_hopper(tokens, hidden, width):
-    """Against the kernels for every chip, which the tests above hold to the definition."""
+@pytest.mark.parametrize(("hidden", "width", "count"), [(1024, 512, 16), (256, 128, 16), (384, 640, 200)])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64, 128, 300, 2000])
+def test_arranged_experts_on_hopper(tokens, hidden, width, count):
+    """Against the kernels for every chip, which the tests above hold to the definition; a graph gives the same bits."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's own kernel")
     torch.manual_seed(tokens)
-    count, active = 16, 6
-    w13 = stack(count, 2 * width, hidden, "fp4", torch.float8_e8m0fnu, torch.bfloat16, True)
-    w2 = stack(count, hidden, width, "fp4", torch.float8_e8m0fnu, torch.bfloat16, True)
-    moved = copied(w13), copied(w2)
+    e8m0, shapes = torch.float8_e8m0fnu, ((2 * width, hidden), (hidden, width))
+    stacks = [stack(count, *shape, "fp4", e8m0, torch.bfloat16, True) for shape in shapes]
+    shared = [stack(1, *shape, "fp8", e8m0, torch.bfloat16, True).expert(0) for shape in shapes]
+    moved = [copied(weight) for weight in stacks]
     arrange_experts(moved, torch.bfloat16)
     assert [weight.form for weight in moved] == ["arranged", "arranged"]
     x = torch.randn(tokens, hidden).bfloat16().to(DEVICE) * 2
-    chosen, weights = routing(tokens, count, active)
+    chosen, weights = routing(tokens, count, 6)
+    here = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
     if tokens > 1:
         chosen, absent = without_some(chosen)
-        x[absent] = float("nan")
-    want = experts.routed_experts(x, chosen, weights, w13, w2, 1.0)
+        x[absent], here = float("nan"), ~absent
+    want = experts.routed_experts(x, chosen, weights, *stacks, 1.0)
+    alone = experts.shared_expert(x, *shared, 1.0)
     torch.empty(1 << 24, device=DEVICE).fill_(float("nan"))
     assert_close("arranged", experts.routed_experts(x, chosen, weights, *moved, 1.0), want.double(), 0.02)
+
+    def both():
+        return experts.experts(x, chosen, weights, *moved, *shared, 1.0)
+
+    first = both()
+    assert_close("both", first[here], (want + alone)[here].double(), 0.02)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = both()
+    for _ in range(5):
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(again[here], first[here])
+
+
+@pytest.mark.gpu
+def test_arranged_experts_of_a_token_are_the_same_bits_in_any_step():
+    """Up to 128 tokens with the shared expert; the routed ones alone whatever the number."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's own kernel")
+    torch.manual_seed(0)
+    stacks = random_stack(16, 512, 512), random_stack(16, 512, 256)
+    arrange_stacks(stacks)
+    e8m0, shapes = torch.float8_e8m0fnu, ((512, 512), (512, 256))
+    shared = [stack(1, *shape, "fp8", e8m0, torch.bfloat16, True).expert(0) for shape in shapes]
+    x, (chosen, weights) = torch.randn(700, 512).bfloat16().to(DEVICE), routing(700, 16, 6)
+    routed = experts.routed_experts(x, chosen, weights, *stacks, 1.0)
+    for tokens in (1, 2, 9, 16, 33, 128, 129, 300):
+        some = x[:tokens], chosen[:tokens], weights[:tokens]
+        assert torch.equal(experts.routed_experts(*some, *stacks, 1.0), routed[:tokens]), tokens
+    whole = experts.experts(x[:128], chosen[:128], weights[:128], *stacks, *shared, 1.0)
+    for tokens in (1, 2, 9, 16, 33, 127):
+        some = x[:tokens], chosen[:tokens], weights[:tokens]
+        assert torch.equal(experts.experts(*some, *stacks, *shared, 1.0), whole[:tokens]), tokens
 
 
 def test_hoppers_own_kernel_compiles():

@@ -1,8 +1,12 @@
 """The experts' two products on Hopper for packed fp4 weights and fp8 activations, in Gluon.
 
-Weights are the left operand of the matrix instruction, 64 rows at a time, and come from registers; tokens are its
-narrow right side. `leadline.kernels.gpu.experts_arrange` puts the packed bytes so that each thread's 16-byte load is
-its own part of that operand, and says how they are packed.
+Weights are the left operand of the matrix instruction, 64 rows at a time; tokens are its narrow right side. Packed
+weights come from registers: `leadline.kernels.gpu.experts_arrange` puts their bytes so that each thread's 16-byte load
+is its own part of that operand, and says how they are packed. The shared expert's fp8 weights come from shared memory,
+by further programs of the same launches, with the same rows in the same threads.
+
+Both kernels start while the one in front of them still runs. `up_product` lets `down_product` start only when what
+came before itself has ended, so `down_product` knows its tiles, and fetches weights, before the hidden rows are done.
 """
 
 from triton.experimental import gluon
@@ -14,115 +18,229 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from leadline.kernels.gpu.experts_unpack import row_words_layout, unpack, words_layout
+
 UNIT = gl.constexpr(128)
 """Columns that share a scale of the activations, and that one matrix product of the inner loop takes."""
+UNIT_WORDS = gl.constexpr(1024)
+"""Words of 64 rows of a unit."""
+PARTS = gl.constexpr(4)
+"""Programs whose hidden values, 32 each, share a scale."""
 
-# the second is the name before Triton 3.7
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-UNPACK = gl.constexpr("""
-{
-.reg .b32 magnitudes, high;
-and.b32 magnitudes, $2, 0x77777777;
-shr.u32 high, magnitudes, 16;
-prmt.b32 $0, $6, $10, magnitudes;
-prmt.b32 $1, $6, $10, high;
-shl.b32 high, $2, 4;
-lop3.b32 $0, $2, 0x80808080, $0, 0xEA;
-lop3.b32 $1, high, 0x80808080, $1, 0xEA;
-}
-""")
-"""A word of eight codes and the eight magnitudes as e4m3 -> two words of four e4m3 values, by two look-ups."""
-
-
-@gluon.constexpr_function
-def _words_layout(groups):
-    """[groups * 256, 4]: each thread holds the two 16-byte pieces that it multiplies."""
-    warps = [[32, 0], [64, 0]] + ([[256, 0]] if groups == 2 else [])
-    lanes = [[1 << i, 0] for i in range(5)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [128, 0]], lanes, warps, [], [groups * 256, 4])
-
-
-@gluon.constexpr_function
-def _row_words_layout(groups):
-    """[groups * 64]: each thread holds the words of the two rows that it multiplies; four threads hold the same."""
-    warps = [[8], [16]] + ([[64]] if groups == 2 else [])
-    return gl.DistributedLinearLayout([[32]], [[0], [0], [1], [2], [4]], warps, [], [groups * 64])
-
-
-@gluon.constexpr_function
-def _bytes_layout(groups):
-    """[groups, half 2, warp 4, row 8, thread 4, part 4, byte 4]: the same with a word's four bytes apart."""
-
-    def base(dim, value):
-        return [value if i == dim else 0 for i in range(7)]
-
-    registers = [base(6, 1), base(6, 2), base(5, 1), base(5, 2), base(1, 1)]
-    lanes = [base(4, 1), base(4, 2), base(3, 1), base(3, 2), base(3, 4)]
-    warps = [base(2, 1), base(2, 2)] + ([base(0, 1)] if groups == 2 else [])
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [groups, 2, 4, 8, 4, 4, 4])
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name in Triton 3.6
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
-def _unpack(b_word, b_row_word, groups: gl.constexpr):
-    """Packed codes [groups * 256, 4] and their rows' scale words [groups * 64] -> e4m3 [groups * 64, 128]."""
-    layout: gl.constexpr = _bytes_layout(groups)
-    per_word: gl.constexpr = gl.SliceLayout(6, layout)
-    per_row: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, per_word))
-    per_part: gl.constexpr = gl.SliceLayout(
-        0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, per_word))))
-    )
-    b_word = gl.convert_layout(b_word.reshape([groups, 2, 4, 8, 4, 4]), per_word)
-    b_row_word = gl.convert_layout(b_row_word.reshape([groups, 2, 4, 8]), per_row)
-    o_part = gl.arange(0, 4, layout=per_part)
-    o_part = o_part[None, :][None, :, :][None, :, :, :][None, :, :, :, :][None, :, :, :, :, :]
-    b_shift = (b_row_word[:, :, :, :, None][:, :, :, :, :, None] >> (o_part * 4 + 8)) & 15
-    b_low = b_shift * 0x08080800 + 0x14100800
-    b_high = b_shift * 0x08080808 + 0x24201C18
-    b_words = b_word[:, :, :, :, :, :, None] | gl.full([groups, 2, 4, 8, 4, 4, 4], 0, gl.int32, layout)
-    b_front, b_back = gl.inline_asm_elementwise(
-        UNPACK,
-        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [b_words, b_low[:, :, :, :, :, :, None], b_high[:, :, :, :, :, :, None]],
-        (gl.int8, gl.int8),
-        True,
-        4,
-    )
-    b_values = gl.join(b_front, b_back).permute([0, 2, 1, 3, 5, 7, 4, 6]).reshape([groups * 64, UNIT])
-    return b_values.to(gl.float8e4nv, bitcast=True)
+def _after_the_kernel_before():
+    """Wait for the end of the kernel in front of this one, then let the next one start."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
-def _stage(
-    words,
-    row_words,
-    rows,
-    row_scales,
-    p_word,
-    p_row_word,
-    p_row,
-    p_row_scale,
-    m_row,
-    slot,
+def _matrix_row(o_row, tile, rows):
+    """Which rows of a matrix are the rows `o_row` of a tile's 64: 8 of its first half, 8 of its second, and so on."""
+    return o_row // 8 % 2 * (rows // 2) + tile * 32 + o_row // 16 * 8 + o_row % 8
+
+
+@gluon.jit
+def _row_pointers(p_x, p_x_scale, first, count, p_order, active, columns, by_token: gl.constexpr, width: gl.constexpr):
+    """Where a tile's activations and their scales begin, and which of its `width` rows there are.
+
+    Its rows are `first` .. `first + count - 1`, or with `by_token` the tokens of the pairs at these places.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o_x = gl.arange(0, width, layout=gl.SliceLayout(1, layout))
+    o_scale = gl.arange(0, width, layout=flat)
+    m_x, m_scale = o_x < count, o_scale < count
+    x_row, scale_row = first + o_x, gl.where(m_scale, first + o_scale, 0)
+    if by_token:
+        x_row = gl.load(p_order + x_row, mask=m_x, other=0) // active
+        scale_row = gl.load(p_order + scale_row, mask=m_scale, other=0) // active
+    o_byte = gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))
+    p_row = p_x + x_row.to(gl.int64)[:, None] * columns + o_byte[None, :]
+    return p_row, p_x_scale + scale_row, m_x[:, None], m_scale
+
+
+@gluon.jit
+def _copy_rows(rows, scales, p_row, p_scale, m_row, m_scale, at):
+    """Start the copies of a unit of activations and their scales to place `at` of the ring."""
+    copy_async(rows.index(at), p_row, m_row)
+    copy_async(scales.index(at), p_scale, m_scale)
+
+
+@gluon.jit
+def _copy_words(words, row_words, p_word, p_row_word, at):
+    """The same for packed weights and their rows' scale words."""
+    copy_async(words.index(at), p_word)
+    copy_async(row_words.index(at), p_row_word)
+
+
+@gluon.jit
+def _word_pointers(p_words, p_row_words, expert, tile, rows, columns):
+    """Where the words of a tile of an expert begin."""
+    first = (expert.to(gl.int64) * (rows // 64) + tile) * (columns // UNIT)
+    layout: gl.constexpr = words_layout()
+    o_word = gl.arange(0, 256, layout=gl.SliceLayout(1, layout))
+    o_part = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    p_word = p_words + first * UNIT_WORDS + (o_word * 4)[:, None] + o_part[None, :]
+    return p_word, p_row_words + first * 64 + gl.arange(0, 64, layout=gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def _allocate_rows(count: gl.constexpr, width: gl.constexpr):
+    """Shared memory for `count` units of activations [width, 128] and their scales."""
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [count, width, UNIT], gl.NVMMASharedLayout(128, 8, 2))
+    scales = gl.allocate_shared_memory(gl.float32, [count, width], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return rows, scales
+
+
+@gluon.jit
+def _routed_sums(
+    p_x,
+    p_x_scale,
+    p_words,
+    p_row_words,
+    p_order,
+    expert,
+    first,
+    count,
+    tile,
+    active,
     scale_stride,
+    rows,
+    columns,
+    by_token: gl.constexpr,
+    mma: gl.constexpr,
+    width: gl.constexpr,
     units: gl.constexpr,
+    slots: gl.constexpr,
 ):
-    """Start the copies of `units` units of weights, scales, activations and their scales into a slot of the ring."""
-    for unit in gl.static_range(units):
-        at = slot * units + unit
-        copy_async(words.index(at), p_word + unit * 1024)
-        copy_async(row_words.index(at), p_row_word + unit * 64)
-        copy_async(rows.index(at), p_row + unit * UNIT, m_row)
-        copy_async(row_scales.index(at), p_row_scale + unit * scale_stride)
-    async_copy.commit_group()
+    """64 rows of an expert times a tile of pairs: fp32 [64, width].
+
+    Without `by_token` the activations come from the kernel in front: the weights do not wait for it.
+    """
+    words = gl.allocate_shared_memory(gl.int32, [slots * units, 256, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    row_words = gl.allocate_shared_memory(gl.int32, [slots * units, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x, x_scale = _allocate_rows(slots * units, width)
+    steps = columns // (UNIT * units)
+    p_word, p_row_word = _word_pointers(p_words, p_row_words, expert, tile, rows, columns)
+    for step in gl.static_range(slots - 1):
+        if step < steps:
+            for unit in gl.static_range(units):
+                _copy_words(words, row_words, p_word, p_row_word, step * units + unit)
+                p_word += UNIT_WORDS
+                p_row_word += 64
+    if not by_token:
+        _after_the_kernel_before()
+    p_row, p_scale, m_row, m_scale = _row_pointers(
+        p_x, p_x_scale, first, count, p_order, active, columns, by_token, width
+    )
+    for step in gl.static_range(slots - 1):
+        if step < steps:
+            for unit in gl.static_range(units):
+                _copy_rows(x, x_scale, p_row, p_scale, m_row, m_scale, step * units + unit)
+                p_row += UNIT
+                p_scale += scale_stride
+        async_copy.commit_group()
+
+    acc = gl.zeros([64, width], gl.float32, mma)
+    none = gl.zeros([64, width], gl.float32, mma)
+    for step in range(steps):
+        async_copy.wait_group(slots - 2)
+        fence_async_shared()
+        if step + slots - 1 < steps:
+            slot = (step + slots - 1) % slots
+            for unit in gl.static_range(units):
+                _copy_words(words, row_words, p_word, p_row_word, slot * units + unit)
+                _copy_rows(x, x_scale, p_row, p_scale, m_row, m_scale, slot * units + unit)
+                p_word += UNIT_WORDS
+                p_row_word += 64
+                p_row += UNIT
+                p_scale += scale_stride
+        async_copy.commit_group()
+        for unit in gl.static_range(units):
+            at = (step % slots) * units + unit
+            b_row_word = row_words.index(at).load(row_words_layout())
+            b_w = unpack(words.index(at).load(words_layout()), b_row_word)
+            b_w = gl.convert_layout(b_w, gl.DotOperandLayout(0, mma, 4))
+            part = warpgroup_mma(b_w, x.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            b_scale = x_scale.index(at).load(gl.SliceLayout(0, mma))
+            b_exponent = b_row_word.reshape([2, 4, 8]).permute([1, 0, 2]).reshape([64])
+            b_factor = gl.convert_layout(((b_exponent & 255) + 5) << 23, gl.SliceLayout(1, mma))
+            acc += part * (b_factor.to(gl.float32, bitcast=True)[:, None] * b_scale[None, :])
+    return acc
 
 
 @gluon.jit
-def _store_hidden(
-    acc, p_out, p_weights, p_order, first, count, tile, width_out, limit, groups: gl.constexpr, width: gl.constexpr
+def _shared_sums(
+    p_x,
+    p_x_scale,
+    p_w,
+    p_w_scale,
+    first,
+    count,
+    tile,
+    scale_stride,
+    rows,
+    columns,
+    mma: gl.constexpr,
+    width: gl.constexpr,
+    slots: gl.constexpr,
 ):
-    """Gates and ups lie in the two halves of a warp's rows: their hidden values, by place."""
-    both = acc.reshape([groups, 4, 2, 8, width]).permute([0, 1, 3, 4, 2]).reshape([groups * 32, width, 2])
+    """64 rows of the shared expert times rows `first` .. `first + count - 1` of the activations: fp32 [64, width]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    w = gl.allocate_shared_memory(gl.float8e4nv, [slots, 64, UNIT], gl.NVMMASharedLayout(128, 8, 2))
+    x, x_scale = _allocate_rows(slots, width)
+    steps = columns // UNIT
+    o_row = _matrix_row(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), tile, rows)
+    p_tile = p_w + o_row.to(gl.int64)[:, None] * columns
+    p_tile = p_tile + gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))[None, :]
+    for step in gl.static_range(slots - 1):
+        if step < steps:
+            copy_async(w.index(step), p_tile + step * UNIT)
+    p_tile += (slots - 1) * UNIT
+    _after_the_kernel_before()
+    p_row, p_scale, m_row, m_scale = _row_pointers(p_x, p_x_scale, first, count, p_x, 1, columns, False, width)
+    for step in gl.static_range(slots - 1):
+        if step < steps:
+            _copy_rows(x, x_scale, p_row, p_scale, m_row, m_scale, step)
+            p_row += UNIT
+            p_scale += scale_stride
+        async_copy.commit_group()
+
+    acc = gl.zeros([64, width], gl.float32, mma)
+    none = gl.zeros([64, width], gl.float32, mma)
+    p_factor = p_w_scale + _matrix_row(gl.arange(0, 64, layout=gl.SliceLayout(1, mma)), tile, rows) // UNIT * steps
+    b_next = gl.load(p_factor)
+    for step in range(steps):
+        async_copy.wait_group(slots - 2)
+        fence_async_shared()
+        slot = step % slots
+        part = warpgroup_mma(w.index(slot), x.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        if step + slots - 1 < steps:
+            later = (step + slots - 1) % slots
+            copy_async(w.index(later), p_tile)
+            _copy_rows(x, x_scale, p_row, p_scale, m_row, m_scale, later)
+            p_tile += UNIT
+            p_row += UNIT
+            p_scale += scale_stride
+        async_copy.commit_group()
+        b_scale = x_scale.index(slot).load(gl.SliceLayout(0, mma))
+        b_factor = (b_next.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+        b_next = gl.load(p_factor + gl.minimum(step + 1, steps - 1))
+        part = warpgroup_mma_wait(0, deps=[part])
+        acc += part * (b_factor[:, None] * b_scale[None, :])
+    return acc
+
+
+@gluon.jit
+def _hidden_values(acc, limit, width: gl.constexpr):
+    """Gates and ups lie in the two halves of a warp's rows: fp32 [64, width] -> [32, width]."""
+    both = acc.reshape([4, 2, 8, width]).permute([0, 2, 3, 1]).reshape([32, width, 2])
     gate, up = both.split()
     # the definition's product is cast to the activations' type before the clamp
     gate = gate.to(gl.bfloat16).to(gl.float32)
@@ -130,166 +248,179 @@ def _store_hidden(
     if limit > 0:
         gate = gl.minimum(gate, limit)
         up = gl.minimum(gl.maximum(up, -limit), limit)
-    hidden = gate / (1 + gl.exp(-gate)) * up
-    layout: gl.constexpr = gate.type.layout
-    o_place = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    m_place = o_place < count
-    b_pair = gl.load(p_order + first + o_place, mask=m_place, other=0)
-    hidden *= gl.load(p_weights + b_pair, mask=m_place, other=0.0)[None, :]
-    o_row = tile * 32 + gl.arange(0, groups * 32, layout=gl.SliceLayout(1, layout))
-    p_result = p_out + (first + o_place).to(gl.int64)[None, :] * width_out + o_row[:, None]
-    gl.store(p_result, hidden.to(gl.bfloat16), mask=m_place[None, :])
+    return gate / (1 + gl.exp(-gate)) * up
 
 
 @gluon.jit
-def _store_outputs(
-    acc, p_out, p_order, first, count, tile, rows, groups: gl.constexpr, width: gl.constexpr, mma: gl.constexpr
+def _store_hidden(
+    hidden, p_hidden, p_codes, p_scales, p_arrived, first, count, tile, columns, scale_stride, width: gl.constexpr
 ):
-    """Outputs by pair. A warp's 16 rows of the instruction are 8 of the tile's first half and 8 of its second."""
-    o_place = gl.arange(0, width, layout=gl.SliceLayout(0, mma))
+    """Hidden values [32, width] of rows from `first`; the last program of 128 columns to finish rounds them to fp8."""
+    layout: gl.constexpr = hidden.type.layout
+    o_place = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    o_column = tile * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    p_result = p_hidden + (first + o_place).to(gl.int64)[None, :] * columns + o_column[:, None]
+    gl.store(p_result, hidden.to(gl.bfloat16), mask=(o_place < count)[None, :])
+    barrier()  # all of this program's values are stored before its arrival is
+    if gl.atomic_add(p_arrived + tile // PARTS, 1, sem="acq_rel") == PARTS - 1:
+        _round_hidden(p_hidden, p_codes, p_scales, first, count, tile // PARTS, columns, scale_stride, width)
+
+
+@gluon.jit
+def _round_hidden(p_hidden, p_codes, p_scales, first, count, block, columns, scale_stride, width: gl.constexpr):
+    """A block of 128 columns as e4m3 with a power of two per row as its scale: `formats.fp8_quantize_rows`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_place = gl.arange(0, width, layout=gl.SliceLayout(1, layout))
+    o_column = block * UNIT + gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))
     m_place = o_place < count
-    b_pair = gl.load(p_order + first + o_place, mask=m_place, other=0).to(gl.int64)
-    o_row = gl.arange(0, groups * 64, layout=gl.SliceLayout(1, mma))
-    o_row = o_row // 8 % 2 * (rows // 2) + (tile + o_row // 64) * 32 + o_row % 64 // 16 * 8 + o_row % 8
-    gl.store(p_out + b_pair[None, :] * rows + o_row[:, None], acc.to(gl.bfloat16), mask=m_place[None, :])
+    o_value = (first + o_place).to(gl.int64)[:, None] * columns + o_column[None, :]
+    b_x = gl.load(p_hidden + o_value, mask=m_place[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
+    b_amax = gl.maximum(gl.max(gl.abs(b_x), axis=1), 1e-4) * (1 / 448)
+    b_bits = (b_amax.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    b_inverse = (0x7F000000 - b_bits).to(gl.float32, bitcast=True)
+    gl.store(p_codes + o_value, (b_x * b_inverse[:, None]).to(gl.float8e4nv), mask=m_place[:, None])
+    gl.store(p_scales + block * scale_stride + first + o_place, b_bits.to(gl.float32, bitcast=True), mask=m_place)
 
 
-@gluon.jit(do_not_specialize=["most", "active", "scale_stride"])
-def fp4_product(
+@gluon.jit
+def _store_outputs(acc, p_out, o_target, m_place, tile, rows, mma: gl.constexpr):
+    """fp32 [64, width] to the rows `o_target` of the outputs."""
+    o_row = _matrix_row(gl.arange(0, 64, layout=gl.SliceLayout(1, mma)), tile, rows)
+    p_result = p_out + o_target.to(gl.int64)[None, :] * rows + o_row[:, None]
+    gl.store(p_result, acc.to(gl.bfloat16), mask=m_place[None, :])
+
+
+@gluon.jit(do_not_specialize=["most", "active", "tokens", "shared_tiles", "scale_stride", "hidden_stride"])
+def up_product(
     p_x,
     p_x_scale,
     p_weights,
     p_words,
     p_row_words,
+    p_shared,
+    p_shared_scale,
+    p_hidden,
+    p_codes,
+    p_code_scales,
+    p_arrived,
+    p_order,
+    p_records,
+    most,
+    active,
+    tokens,
+    shared_tiles,
+    scale_stride,
+    hidden_stride,
+    rows,
+    columns,
+    limit,
+    width: gl.constexpr,
+    units: gl.constexpr,
+    slots: gl.constexpr,
+    shared_width: gl.constexpr,
+    shared_slots: gl.constexpr,
+):
+    """Hidden rows: tiles of pairs, or of tokens in the first `shared_tiles * rows / 64` programs, times 64 rows.
+
+    `p_x` e4m3 [T, columns], `p_x_scale` fp32 [columns / 128, scale_stride], one a row of `p_x`; `p_words` and
+    `p_row_words` int32 as arranged; `p_shared` e4m3 [rows, columns] with e8m0 `p_shared_scale` per 128 x 128.
+    `p_hidden` bf16, `p_codes` e4m3 [pairs + T, rows / 2] and `p_code_scales` fp32 [rows / 256, hidden_stride] take the
+    hidden rows by place, and then the shared expert's. `p_arrived` int32 [most + shared_tiles, rows / 256] is zero.
+    """
+    i_program, row_tiles = gl.program_id(0), rows // 64
+    i_tile, tile = i_program // row_tiles, i_program % row_tiles
+    hidden_columns, blocks = rows // 2, rows // 256
+    if i_tile < shared_tiles:
+        if shared_width > 0:
+            shared_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shared_width, 32])
+            first = i_tile * shared_width
+            count = gl.minimum(tokens - first, shared_width)
+            acc = _shared_sums(
+                p_x, p_x_scale, p_shared, p_shared_scale, first, count, tile, scale_stride, rows, columns,
+                shared_mma, shared_width, shared_slots,
+            )  # fmt: skip
+            hidden = _hidden_values(acc, limit, shared_width)
+            first += tokens * active
+            p_count = p_arrived + (most + i_tile) * blocks
+            _store_hidden(
+                hidden, p_hidden, p_codes, p_code_scales, p_count, first, count, tile, hidden_columns, hidden_stride,
+                shared_width,
+            )  # fmt: skip
+    else:
+        _after_the_kernel_before()
+        i_tile -= shared_tiles
+        count = gl.load(p_records + 2 * most + i_tile)
+        if count > 0:
+            mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+            expert = gl.load(p_records + i_tile)
+            first = gl.load(p_records + most + i_tile)
+            acc = _routed_sums(
+                p_x, p_x_scale, p_words, p_row_words, p_order, expert, first, count, tile, active, scale_stride,
+                rows, columns, True, mma, width, units, slots,
+            )  # fmt: skip
+            hidden = _hidden_values(acc, limit, width)
+            o_place = gl.arange(0, width, layout=gl.SliceLayout(0, hidden.type.layout))
+            b_pair = gl.load(p_order + first + o_place, mask=o_place < count, other=0)
+            hidden *= gl.load(p_weights + b_pair, mask=o_place < count, other=0.0)[None, :]
+            p_count = p_arrived + i_tile * blocks
+            _store_hidden(
+                hidden, p_hidden, p_codes, p_code_scales, p_count, first, count, tile, hidden_columns, hidden_stride,
+                width,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["most", "active", "tokens", "shared_tiles", "scale_stride"])
+def down_product(
+    p_codes,
+    p_code_scales,
+    p_words,
+    p_row_words,
+    p_shared,
+    p_shared_scale,
     p_out,
     p_order,
     p_records,
     most,
     active,
+    tokens,
+    shared_tiles,
     scale_stride,
     rows,
     columns,
-    limit,
-    gate_up: gl.constexpr,
     width: gl.constexpr,
-    groups: gl.constexpr,
     units: gl.constexpr,
     slots: gl.constexpr,
+    shared_width: gl.constexpr,
+    shared_slots: gl.constexpr,
 ):
-    """One tile of pairs times `groups * 64` rows of its expert.
-
-    `p_x` e4m3 [T or pairs, columns], `p_x_scale` fp32 [columns / 128, scale_stride], one a row of `p_x`; `p_words` and
-    `p_row_words` int32 as arranged. With `gate_up` `p_x` is by token, and `p_out` bf16 [pairs, rows / 2] takes the
-    hidden values by place; otherwise `p_x` is by place and `p_out` takes [pairs, rows] by pair.
-    """
-    i_tile = gl.program_id(1)
-    count = gl.load(p_records + 2 * most + i_tile)
-    if count > 0:
-        expert = gl.load(p_records + i_tile).to(gl.int64)
-        first = gl.load(p_records + most + i_tile)
-        tile = gl.program_id(0) * groups
-        steps = columns // (UNIT * units)
-
-        warps: gl.constexpr = 4 * groups
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 32])
-        by_column: gl.constexpr = gl.SliceLayout(0, mma)
-        by_row: gl.constexpr = gl.SliceLayout(1, mma)
-        l_word: gl.constexpr = _words_layout(groups)
-        l_row_word: gl.constexpr = gl.BlockedLayout([4], [32], [warps], [0])
-        l_x: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0])
-        l_scale: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-
-        words = gl.allocate_shared_memory(
-            gl.int32, [slots * units, groups * 256, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        )
-        row_words = gl.allocate_shared_memory(
-            gl.int32, [slots * units, groups * 64], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
-        x = gl.allocate_shared_memory(gl.float8e4nv, [slots * units, width, UNIT], gl.NVMMASharedLayout(128, 8, 2))
-        x_scale = gl.allocate_shared_memory(gl.float32, [slots * units, width], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-        o_word = gl.arange(0, groups * 256, layout=gl.SliceLayout(1, l_word))
-        o_part = gl.arange(0, 4, layout=gl.SliceLayout(0, l_word))
-        all_units = columns // UNIT
-        first_word = (expert * (rows // 64) + tile) * all_units
-        p_word = p_words + first_word * 1024
-        p_word = p_word + (o_word // 256 * all_units * 1024 + o_word % 256 * 4)[:, None] + o_part[None, :]
-        o_row_word = gl.arange(0, groups * 64, layout=l_row_word)
-        p_row_word = p_row_words + first_word * 64 + o_row_word // 64 * all_units * 64 + o_row_word % 64
-
-        o_x = gl.arange(0, width, layout=gl.SliceLayout(1, l_x))
-        m_x = o_x < count
-        x_pair = gl.load(p_order + first + o_x, mask=m_x, other=0)
-        x_row = x_pair // active if gate_up else first + o_x
-        o_byte = gl.arange(0, UNIT, layout=gl.SliceLayout(0, l_x))
-        p_row = p_x + x_row.to(gl.int64)[:, None] * columns + o_byte[None, :]
-        o_scale = gl.arange(0, width, layout=l_scale)
-        scale_pair = gl.load(p_order + first + o_scale, mask=o_scale < count, other=0)
-        scale_row = scale_pair // active if gate_up else gl.where(o_scale < count, first + o_scale, 0)
-        p_row_scale = p_x_scale + scale_row
-
-        for step in gl.static_range(slots - 1):
-            if step < steps:
-                _stage(
-                    words,
-                    row_words,
-                    x,
-                    x_scale,
-                    p_word,
-                    p_row_word,
-                    p_row,
-                    p_row_scale,
-                    m_x[:, None],
-                    step,
-                    scale_stride,
-                    units,
-                )
-                p_word += units * 1024
-                p_row_word += units * 64
-                p_row += units * UNIT
-                p_row_scale += units * scale_stride
-            else:
-                async_copy.commit_group()
-
-        acc = gl.zeros([groups * 64, width], gl.float32, mma)
-        none = gl.zeros([groups * 64, width], gl.float32, mma)
-        for step in range(steps):
-            async_copy.wait_group(slots - 2)
-            fence_async_shared()
-            if step + slots - 1 < steps:
-                _stage(
-                    words,
-                    row_words,
-                    x,
-                    x_scale,
-                    p_word,
-                    p_row_word,
-                    p_row,
-                    p_row_scale,
-                    m_x[:, None],
-                    (step + slots - 1) % slots,
-                    scale_stride,
-                    units,
-                )
-                p_word += units * 1024
-                p_row_word += units * 64
-                p_row += units * UNIT
-                p_row_scale += units * scale_stride
-            else:
-                async_copy.commit_group()
-            for unit in gl.static_range(units):
-                at = (step % slots) * units + unit
-                b_row_word = row_words.index(at).load(_row_words_layout(groups))
-                b_w = _unpack(words.index(at).load(l_word), b_row_word, groups)
-                b_w = gl.convert_layout(b_w, gl.DotOperandLayout(0, mma, 4))
-                part = warpgroup_mma(b_w, x.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[part])
-                b_scale = x_scale.index(at).load(by_column)
-                b_exponent = b_row_word.reshape([groups, 2, 4, 8]).permute([0, 2, 1, 3]).reshape([groups * 64])
-                b_factor = gl.convert_layout(((b_exponent & 255) + 5) << 23, by_row).to(gl.float32, bitcast=True)
-                acc += part * (b_factor[:, None] * b_scale[None, :])
-
-        if gate_up:
-            _store_hidden(acc, p_out, p_weights, p_order, first, count, tile, rows // 2, limit, groups, width)
+    """Outputs from hidden rows as `up_product` leaves them: `p_out` bf16 [pairs + T, rows], by pair, then by token."""
+    i_program, row_tiles = gl.program_id(0), rows // 64
+    i_tile, tile = i_program // row_tiles, i_program % row_tiles
+    if i_tile < shared_tiles:
+        if shared_width > 0:
+            shared_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shared_width, 32])
+            first = i_tile * shared_width
+            count = gl.minimum(tokens - first, shared_width)
+            first += tokens * active
+            acc = _shared_sums(
+                p_codes, p_code_scales, p_shared, p_shared_scale, first, count, tile, scale_stride, rows, columns,
+                shared_mma, shared_width, shared_slots,
+            )  # fmt: skip
+            o_token = gl.arange(0, shared_width, layout=gl.SliceLayout(0, shared_mma))
+            _store_outputs(acc, p_out, first + o_token, o_token < count, tile, rows, shared_mma)
+    else:
+        i_tile -= shared_tiles
+        count = gl.load(p_records + 2 * most + i_tile, cache_modifier=".cg")
+        if count > 0:
+            mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+            expert = gl.load(p_records + i_tile, cache_modifier=".cg")
+            first = gl.load(p_records + most + i_tile, cache_modifier=".cg")
+            acc = _routed_sums(
+                p_codes, p_code_scales, p_words, p_row_words, p_order, expert, first, count, tile, active,
+                scale_stride, rows, columns, False, mma, width, units, slots,
+            )  # fmt: skip
+            o_place = gl.arange(0, width, layout=gl.SliceLayout(0, mma))
+            b_pair = gl.load(p_order + first + o_place, mask=o_place < count, other=0)
+            _store_outputs(acc, p_out, b_pair, o_place < count, tile, rows, mma)
         else:
-            _store_outputs(acc, p_out, p_order, first, count, tile, rows, groups, width, mma)
+            _after_the_kernel_before()

@@ -36,26 +36,40 @@ def _product_input(p_x, p_out, columns, rounds: tl.constexpr, halves: tl.constex
     tl.store(p_out + i_row * columns + o_out, b_x.to(p_out.dtype.element_ty), mask=m_column)
 
 
-def summed_pairs(outputs: Tensor, chosen: Tensor) -> Tensor:
-    """`outputs` [T * k, d] -> fp32 [T, d], each token's rows added in their order; none where `chosen` [T, k] is -1."""
+def summed(outputs: Tensor, chosen: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`outputs` [T * k or more, d] by pair, and the shared expert's [T, d] if given -> [T, d] in `dtype`.
+
+    Each token's rows are added in their order, and then the shared expert's, in fp32; none where `chosen` [T, k] is -1.
+    """
     (tokens, active), columns = chosen.shape, outputs.shape[1]
-    out = torch.empty(tokens, columns, dtype=torch.float32, device=outputs.device)
+    out = torch.empty(tokens, columns, dtype=dtype, device=outputs.device)
+    early = early_start(outputs.device)
     if tokens:
-        _summed_pairs[(tokens, triton.cdiv(columns, 1024))](outputs, chosen, out, columns, active, 1024)
+        _summed_pairs[(tokens, triton.cdiv(columns, 512))](
+            outputs, chosen, shared, out, columns, active, 512, bool(early), **early
+        )
     return out
 
 
 @triton.jit
-def _summed_pairs(p_outputs, p_chosen, p_out, columns, active, b_columns: tl.constexpr):
+def _summed_pairs(
+    p_outputs, p_chosen, p_shared, p_out, columns, active: tl.constexpr, b_columns: tl.constexpr, early: tl.constexpr
+):
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_token, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_column = i_part * b_columns + tl.arange(0, b_columns)
     m_column = o_column < columns
     b_sum = tl.zeros([b_columns], tl.float32)
-    for rank in range(active):
+    for rank in tl.static_range(active):
+        # rows of pairs without an expert hold anything, and are read all the same: no load waits for another
         i_pair = i_token * active + rank
-        m_pair = o_column < tl.where(tl.load(p_chosen + i_pair) >= 0, columns, 0)
-        b_sum += tl.load(p_outputs + i_pair * columns + o_column, mask=m_pair, other=0.0).to(tl.float32)
-    tl.store(p_out + i_token * columns + o_column, b_sum, mask=m_column)
+        b_output = tl.load(p_outputs + i_pair * columns + o_column, mask=m_column, other=0.0).to(tl.float32)
+        b_sum += tl.where(tl.load(p_chosen + i_pair) >= 0, b_output, 0.0)
+    if p_shared is not None:
+        b_sum += tl.load(p_shared + i_token * columns + o_column, mask=m_column, other=0.0).to(tl.float32)
+    tl.store(p_out + i_token * columns + o_column, b_sum.to(p_out.dtype.element_ty), mask=m_column)
 
 
 def hidden_rows(gate_up: Tensor, limit: float) -> Tensor:

@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+FEW_PAIRS = 1024
+"""Up to so many pairs (170 tokens of 6 experts) every program counts all of them for itself: one launch, not two."""
 PAIRS_PER_PROGRAM = 256
-"""One program places that many pairs: up to 42 tokens of 6 experts take a single launch."""
+"""Of more pairs, so many are counted and placed by a program."""
+FEW_PER_PROGRAM = 32
 
 
 @dataclass(frozen=True)
@@ -33,32 +36,64 @@ def most_tiles(pairs: int, experts: int, width: int) -> int:
 
 def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
     """`chosen` [T, k] (integers: k different ones of 0 .. experts - 1 a token, or -1) -> its tiles, in stable order."""
+    tiles, placing = empty_tiles(chosen, experts, width)
+    _place[(placing.blocks,)](
+        chosen,
+        placing.counts,
+        tiles.order,
+        tiles.records,
+        tiles.pairs,
+        placing.blocks,
+        tiles.most,
+        width,
+        placing.b_pairs,
+        placing.b_experts,
+        placing.b_all,
+    )
+    return tiles
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How `place_pairs` is launched: `blocks` programs of `b_pairs` pairs; `b_all` is 0 where `counts` are made."""
+
+    blocks: int
+    b_pairs: int
+    b_experts: int
+    b_all: int
+    counts: Tensor
+
+
+def empty_tiles(chosen: Tensor, experts: int, width: int) -> tuple[Tiles, Placing]:
+    """Tiles for `chosen` [T, k], to be filled by `place_pairs`; many pairs are counted here, by a launch."""
     pairs = chosen.numel()
     most = most_tiles(pairs, experts, width)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     records = torch.empty(3, most, dtype=torch.int32, device=chosen.device)
-    b_pairs = min(PAIRS_PER_PROGRAM, max(32, triton.next_power_of_2(pairs)))
-    blocks = triton.cdiv(pairs, b_pairs)
     b_experts = triton.next_power_of_2(max(experts, 16))
-    counts = torch.empty(blocks, b_experts, dtype=torch.int32, device=chosen.device)
-    if blocks > 1:
-        _count[(blocks,)](chosen, counts, pairs, b_pairs, b_experts)
-    _place[(blocks,)](chosen, counts, order, records, pairs, blocks, most, width, b_pairs, b_experts)
-    return Tiles(pairs, most, order, records)
+    if pairs <= FEW_PAIRS:
+        b_all = max(FEW_PER_PROGRAM, triton.next_power_of_2(pairs))
+        placing = Placing(triton.cdiv(pairs, FEW_PER_PROGRAM), FEW_PER_PROGRAM, b_experts, b_all, order)
+    else:
+        blocks = triton.cdiv(pairs, PAIRS_PER_PROGRAM)
+        counts = torch.empty(blocks, b_experts, dtype=torch.int32, device=chosen.device)
+        _count[(blocks,)](chosen, counts, pairs, PAIRS_PER_PROGRAM, b_experts)
+        placing = Placing(blocks, PAIRS_PER_PROGRAM, b_experts, 0, counts)
+    return Tiles(pairs, most, order, records), placing
 
 
 @triton.jit
-def _histogram(p_chosen, i_block, pairs, b_pairs: tl.constexpr, b_experts: tl.constexpr):
-    """Pairs of each expert in a block of pairs: int32 [b_experts]."""
-    o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
-    b_expert = tl.load(p_chosen + o_pair, mask=o_pair < pairs, other=-1).to(tl.int32)
+def _histogram(p_chosen, first, stop, b_pairs: tl.constexpr, b_experts: tl.constexpr):
+    """How many of the pairs `first` .. `stop - 1`, at most `b_pairs`, each expert has: int32 [b_experts]."""
+    o_pair = first + tl.arange(0, b_pairs)
+    b_expert = tl.load(p_chosen + o_pair, mask=o_pair < stop, other=-1).to(tl.int32)
     return tl.histogram(tl.maximum(b_expert, 0), b_experts, mask=b_expert >= 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count(p_chosen, p_counts, pairs, b_pairs: tl.constexpr, b_experts: tl.constexpr):
     i_block = tl.program_id(0)
-    counts = _histogram(p_chosen, i_block, pairs, b_pairs, b_experts)
+    counts = _histogram(p_chosen, i_block * b_pairs, pairs, b_pairs, b_experts)
     tl.store(p_counts + i_block * b_experts + tl.arange(0, b_experts), counts)
 
 
@@ -74,18 +109,36 @@ def _place(
     width: tl.constexpr,
     b_pairs: tl.constexpr,
     b_experts: tl.constexpr,
+    b_all: tl.constexpr,
 ):
-    """Each pair finds its own place, and the first pair of a tile writes the tile's record: nothing is sorted."""
     i_block = tl.program_id(0)
-    o_expert = tl.arange(0, b_experts)
-    if blocks == 1:
-        b_count = _histogram(p_chosen, 0, pairs, b_pairs, b_experts)
-        b_earlier = tl.zeros([b_experts], tl.int32)
+    place_pairs(i_block, p_chosen, p_counts, p_order, p_records, pairs, blocks, most, width, b_pairs, b_experts, b_all)
+
+
+@triton.jit
+def place_pairs(
+    i_block,
+    p_chosen,
+    p_counts,
+    p_order,
+    p_records,
+    pairs,
+    blocks,
+    most,
+    width: tl.constexpr,
+    b_pairs: tl.constexpr,
+    b_experts: tl.constexpr,
+    b_all: tl.constexpr,
+):
+    """Each pair of a block finds its own place, and the first pair of a tile writes its record: nothing is sorted."""
+    if b_all > 0:
+        b_count = _histogram(p_chosen, 0, pairs, b_all, b_experts)
+        b_earlier = _histogram(p_chosen, 0, i_block * b_pairs, b_all, b_experts)
     else:
         b_count = tl.zeros([b_experts], tl.int32)
         b_earlier = tl.zeros([b_experts], tl.int32)
         for block in range(blocks):
-            b_block = tl.load(p_counts + block * b_experts + o_expert)
+            b_block = tl.load(p_counts + block * b_experts + tl.arange(0, b_experts))
             b_count += b_block
             b_earlier += tl.where(block < i_block, b_block, 0)
     b_tiles = (b_count + width - 1) // width
@@ -112,6 +165,6 @@ def _place(
     tl.store(p_record + 2 * most, tl.minimum(tl.gather(b_count, b_expert, 0) - b_rank, width), mask=leads)
     if i_block == 0:
         total = tl.sum(b_tiles)
-        for tile in range(0, most, b_pairs):
-            o_tile = tile + tl.arange(0, b_pairs)
+        for tile in range(0, most, 256):
+            o_tile = tile + tl.arange(0, 256)
             tl.store(p_records + 2 * most + o_tile, 0, mask=(o_tile >= total) & (o_tile < most))
