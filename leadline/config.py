@@ -457,14 +457,16 @@ class EngineConfig:
     device: str = "auto"
     max_context: int | None = None
     """The most tokens of prompt and output together; None: what the model and the memory allow."""
-    max_running: int = 64
+    max_running: int | None = None
+    """The most requests that run at once. None: 64 on a CPU, 256 on a GPU; fewer where their slots have no room."""
     max_waiting: int = 4096
-    step_tokens: int = 2048
-    """The most tokens of one step: its token budget."""
-    chunk_tokens: int = 512
-    """The most tokens of one prompt in one step."""
-    state_bytes: int = 1 << 30
-    """Memory for history pages, frontier slots and step scratch together."""
+    step_tokens: int | None = None
+    """The most tokens of one step: its token budget. None: 2,048 on a CPU; on a GPU 8,192, fewer on a small one."""
+    chunk_tokens: int | None = None
+    """The most tokens of one prompt in one step. None: 512 on a CPU, a whole step on a GPU."""
+    state_bytes: int | None = None
+    """Memory for history pages, frontier slots and step scratch together. None: 1 GiB on a CPU, on a GPU what weights
+    and steps leave free. `leadline.engine.memory` turns these four into a plan."""
     prefix_cache: bool = True
     snapshot_stride: int = 4096
     """Tokens between the snapshots that a long prompt leaves on its way."""
@@ -480,11 +482,12 @@ class EngineConfig:
         if self.numerics not in (None, *NUMERICS):
             found.append(f"numerics is {self.numerics!r}; allowed: {', '.join(NUMERICS)}")
         for name in ("max_running", "max_waiting", "step_tokens", "chunk_tokens", "state_bytes"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name} is {value}; it must be at least 1")
         if self.max_context is not None and self.max_context < 2:
             found.append(f"max_context is {self.max_context}; it must be at least 2")
-        if self.step_tokens < self.max_running:
+        if self.step_tokens is not None and self.max_running is not None and self.step_tokens < self.max_running:
             found.append(f"step_tokens is {self.step_tokens}, less than max_running = {self.max_running}")
         if self.snapshot_stride < PAGE_TOKENS or self.snapshot_stride % PAGE_TOKENS:
             found.append(f"snapshot_stride is {self.snapshot_stride}; it must be a multiple of {PAGE_TOKENS}")

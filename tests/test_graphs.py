@@ -64,6 +64,17 @@ def test_a_step_is_recorded_once_for_each_size_class() -> None:
     assert graphs.recorded == 1 and asked == [4] * 6  # recorded, then replayed for tokens 2 to 6
 
 
+def test_logits_of_all_classes_lie_in_the_same_memory() -> None:
+    built = with_replays(engine("csa", 40, 14, max_running=5))
+    graphs = built.runner.graphs
+    assert graphs is not None
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    for count in (1, 3, 5):
+        play(built, [Job(0, np.array([3, 4, 5], np.int32), params) for _ in range(count)])
+    assert graphs.recorded > 1
+    assert len({each.logits.data_ptr() for each in graphs._graphs.values()}) == 1
+
+
 def test_experts_are_counted_in_graphs_from_the_moment_that_it_is_asked_for() -> None:
     built = with_replays(engine("csa", 40, 14, max_running=4))
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0)

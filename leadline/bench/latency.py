@@ -108,7 +108,7 @@ def most_steps(subject: Subject, batch: int, steps: int) -> int:
     rest, of less than a page and a CSA window.
     """
     rest = batch * (PAGE_TOKENS + CSA_RATIO)
-    starting = 2 * -(-rest // subject.engine.config.step_tokens)
+    starting = 2 * -(-rest // subject.engine.memory.size.step_tokens)
     return starting + WARM_STEPS + steps + PROFILED_STEPS + hit_steps(batch) + SPARE_STEPS
 
 

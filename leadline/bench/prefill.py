@@ -38,7 +38,7 @@ def prefill_row(subject: Subject, tokens: int, seed: int) -> PrefillRow:
     if tokens + 1 > engine.max_context or pages_for(tokens + 1) > engine.scheduler.pages.size:
         raise NoRoom(f"needs a context of {tokens + 1:,} tokens; there is room for {engine.max_context:,}")
     try:
-        _run(subject, min(engine.config.chunk_tokens, tokens), seed)
+        _run(subject, min(engine.memory.chunk_tokens, tokens), seed)
         times, run = _run(subject, tokens, seed)
     finally:
         subject.empty()

@@ -205,7 +205,7 @@ def _several(culprits: Sequence[str]) -> str:
 
 def warm_up(engine: Engine, job: Job) -> None:
     """Run a little of a job, so that what happens only once is not measured, and forget it."""
-    prompt = job.prompt[: engine.config.chunk_tokens]
+    prompt = job.prompt[: engine.memory.chunk_tokens]
     engine.add(prompt, SamplingParams(max_tokens=min(4, job.params.max_tokens or 4), ignore_eos=True))
     while engine.busy:
         engine.step()

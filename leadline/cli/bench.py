@@ -138,10 +138,16 @@ def bench(
     numerics: options.Numerics = None,
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
-    state_memory: options.StateMemory = options.STATE_MEMORY,
-    max_running: Annotated[int, typer.Option("--max-running", help="The most requests in a step.")] = 64,
-    step_tokens: Annotated[int, typer.Option("--step-tokens", help="The most tokens in a step.")] = 2048,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="The most of one prompt in a step.")] = 512,
+    state_memory: options.StateMemory = None,
+    max_running: Annotated[
+        int | None, typer.Option("--max-running", help="The most requests in a step. Default: by device.")
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option("--step-tokens", help="The most tokens in a step. Default: by device.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option("--chunk-tokens", help="The most of one prompt in a step. Default: by device.")
+    ] = None,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse prefixes.")] = True,
 ) -> None:
     """Measure throughput and latency."""
@@ -161,7 +167,7 @@ def bench(
         "device": device,
         "max_context": max_context,
         "state_bytes": state_memory,
-        "max_running": max(max_running, *numbers) if mode == Mode.LATENCY else max_running,
+        "max_running": max(max_running or 1, *numbers) if mode == Mode.LATENCY else max_running,
         "step_tokens": step_tokens,
         "chunk_tokens": chunk_tokens,
         "prefix_cache": prefix_cache,

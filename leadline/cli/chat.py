@@ -44,7 +44,7 @@ def chat(
     numerics: options.Numerics = None,
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
-    state_memory: options.StateMemory = options.STATE_MEMORY,
+    state_memory: options.StateMemory = None,
 ) -> None:
     """Talk with a model."""
     params = SamplingParams(

@@ -125,9 +125,13 @@ def eval(
     numerics: options.Numerics = None,
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
-    state_memory: options.StateMemory = options.STATE_MEMORY,
-    max_running: Annotated[int, typer.Option("--max-running", help="The most requests in a step.")] = 64,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="The most of one prompt in a step.")] = 512,
+    state_memory: options.StateMemory = None,
+    max_running: Annotated[
+        int | None, typer.Option("--max-running", help="The most requests in a step. Default: by device.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option("--chunk-tokens", help="The most of one prompt in a step. Default: by device.")
+    ] = None,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse prefixes.")] = True,
 ) -> None:
     """Mark a model's answers to tasks with known answers."""

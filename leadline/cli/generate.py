@@ -104,7 +104,7 @@ def generate(
     numerics: options.Numerics = None,
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
-    state_memory: options.StateMemory = options.STATE_MEMORY,
+    state_memory: options.StateMemory = None,
 ) -> None:
     """Continue a text."""
     text = read_prompt(prompt, file)

@@ -51,13 +51,12 @@ MaxContext = Annotated[
     ),
 ]
 StateMemory = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--state-memory",
         parser=parse_size,
         metavar="SIZE",
-        help="Memory for the requests' state, such as 512M or 2G.",
-        show_default="1G",
+        help="Memory for the requests' state, such as 512M or 2G. Default: 1G on a CPU, what is left on a GPU.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -82,5 +81,3 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Text to stop at; may be repeated.", rich_help_panel=_SAMPLING)
 ]
-
-STATE_MEMORY = 1 << 30

@@ -46,8 +46,14 @@ def serve(
         ),
     ] = 30,
     max_running: Annotated[
-        int, typer.Option("--max-running", help="The most requests that run at once.", rich_help_panel="Engine")
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--max-running",
+            min=1,
+            help="The most requests that run at once. Default: 64 on a CPU, 256 on a GPU.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option("--max-waiting", help="The most requests that wait; others get 429.", rich_help_panel="Engine"),
@@ -56,7 +62,7 @@ def serve(
     numerics: options.Numerics = None,
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
-    state_memory: options.StateMemory = options.STATE_MEMORY,
+    state_memory: options.StateMemory = None,
 ) -> None:
     """Serve a model to clients of the OpenAI API."""
     folder = model_folder(model)

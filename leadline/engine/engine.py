@@ -99,10 +99,10 @@ class Engine:
         device = state.window.device
         overlap = config.overlap if config.overlap is not None else device.type != "cpu"
         self.runner = Runner(forward, state, model.vocab_size, memory.running, device, overlap)
-        limits = Limits(
-            memory.running, config.max_waiting, config.step_tokens, config.chunk_tokens, config.snapshot_stride
-        )
         size = memory.size
+        limits = Limits(
+            memory.running, config.max_waiting, size.step_tokens, memory.chunk_tokens, config.snapshot_stride
+        )
         self.scheduler = Scheduler(limits, Pool(size.pages), Pool(size.slots), pages_for(self.max_context))
         self._layout = Layout(size.slots, model.sliding_window)
         self._depth = 1 if overlap else 0

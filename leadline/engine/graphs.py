@@ -51,7 +51,7 @@ class _Recorded:
     """The batch's arrays, one after another: written before each replay."""
     replay: Callable[[], None]
     logits: Tensor
-    """[rows, V], overwritten by each replay."""
+    """[rows, V], overwritten by each replay of whatever class."""
 
 
 class DecodeGraphs:
@@ -63,6 +63,7 @@ class DecodeGraphs:
         self.row_classes = row_classes(rows)
         self.page_classes = [pages for pages in PAGE_CLASSES if pages < columns] + [columns]
         self._graphs: dict[SizeClass, _Recorded] = {}
+        self._logits: Tensor | None = None
         self._pool: Any = None
         self._stream: Any = None
 
@@ -116,12 +117,19 @@ class DecodeGraphs:
 
         def step() -> Tensor:
             batch.ids = chosen_ids(ids, batch, last_tokens)
-            logits = self.forward(batch, self.state).float()
+            logits = self._kept(self.forward(batch, self.state))
             self.state.commit_tokens(batch)
             return logits
 
         replay, logits = self._captured(step)
         return _Recorded(empty, packed, replay, logits)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """`logits` [rows, V] in fp32, in memory that all graphs share: a V4-Flash row takes half a megabyte."""
+        if self._logits is None:
+            shape = (self.row_classes[-1], logits.shape[1])
+            self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        return self._logits[: len(logits)].copy_(logits)
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Run `step` once, so that every kernel is there, then record it: (how to do it again, where its result is)."""

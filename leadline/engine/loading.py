@@ -69,10 +69,11 @@ def build_engine(
     dtype = activation_dtype(config.dtype, device)
     native = config.numerics == "native" or (config.numerics is None and device.type != "cpu")
     packed = keeps_packed(native, dtype, device)
-    memory = plan_memory(model, config, dtype, packed)
     keep = stored if keeps_formats(config.dtype, device) else None
     weights = store(model, keep, dtype, native, device)
     transformer = Transformer(model, weights)
+    # Weights have their memory, still uninitialised: what does not fit is said before any of them is read.
+    memory = plan_memory(model, config, dtype, packed, free_bytes(device))
     with weights.filling():
         fill(weights)
     state = State(model, memory.size, dtype, device, packed)
@@ -114,6 +115,14 @@ def resolve_device(name: str) -> str:
     if name != "cpu" and not name.startswith("cuda"):
         raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     return name
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory that can still be had, here or by anybody else; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:

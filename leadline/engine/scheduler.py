@@ -21,6 +21,9 @@ from leadline.engine.plan import Chunk, FrontierWrite, Preparation
 from leadline.engine.request import Request
 from leadline.model.state import pages_for
 
+SCORED_TOKENS = 512
+"""The most tokens of prompts in a step whose log-probabilities are wanted: each takes a row of logits."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -69,6 +72,8 @@ class Step:
     snapshots: list[PlannedSnapshot]
     writes: list[FrontierWrite]
     preparation: Preparation
+    scored: int = 0
+    """Tokens of prompts whose log-probabilities are wanted."""
 
 
 class QueueFull(RuntimeError):
@@ -149,7 +154,7 @@ class Scheduler:
         for request, remaining in ready:
             if request.slot < 0:  # preempted for an older one just now
                 continue
-            count = 1 if remaining == 1 else min(remaining, budget, self.limits.chunk_tokens)
+            count = 1 if remaining == 1 else self._chunk(step, request, budget)
             end = request.computed + count
             if count and (end <= len(request.pages) * PAGE_TOKENS or self._reserve(step, request, end)):
                 budget -= count if remaining > 1 else 0
@@ -159,6 +164,11 @@ class Scheduler:
             self._forked_pages = step.preparation.page_copies
             return None
         return step
+
+    def _chunk(self, step: Step, request: Request, budget: int) -> int:
+        """The most tokens of `request` that the step has room for."""
+        count = min(request.remaining, budget, self.limits.chunk_tokens)
+        return count if request.params.prompt_logprobs is None else max(0, min(count, SCORED_TOKENS - step.scored))
 
     def _reserve(self, step: Step, request: Request, tokens: int) -> bool:
         """Give the request pages for `tokens` tokens, preempting newer ones that are not in the step yet if need be."""
@@ -209,6 +219,8 @@ class Scheduler:
         step.items.append(item)
         request.computed = end
         self.tokens_run += count
+        if request.params.prompt_logprobs is not None and start < request.prompt_length:
+            step.scored += count
         if request.shares and end // PAGE_TOKENS > start // PAGE_TOKENS:
             self._plan_snapshots(step, request, start, end)
         if samples:
@@ -250,7 +262,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ admission
 
     def _admit(self, step: Step, budget: int) -> None:
-        """Start waiting requests in order while there is room; one that waits for another's pages lets others by."""
+        """Start waiting requests in order while there is room.
+
+        One that waits for another's pages, or for its turn to have its prompt scored, lets others by.
+        """
         for request in self._next():
             if budget <= 0 or len(self.running) >= self.limits.running:
                 return
@@ -262,9 +277,11 @@ class Scheduler:
                 match.path[-1].wanted = True  # prompts part here: whoever passes next leaves a snapshot
             if match is not None and match.promised:
                 continue
+            if request.params.prompt_logprobs is not None and step.scored >= SCORED_TOKENS:
+                continue
             if not self._start(step, request, match or Match([], 0)):
                 return
-            count = min(request.remaining, budget, self.limits.chunk_tokens)
+            count = self._chunk(step, request, budget)
             while len(request.pages) < pages_for(request.computed + count):
                 added = self._add_page(step, request)
                 assert added, "admission counted the pages before"

@@ -24,7 +24,7 @@ RECORDED_TOKENS = 8192
 
 
 def warm_up(engine: Engine, progress: bool) -> None:
-    """Record decode graphs, and run short requests in growing numbers, then prompts up to a whole chunk.
+    """Run prompts of up to a whole chunk, then short requests in growing numbers, and record decode graphs.
 
     Leaves the engine empty: no request, no reusable prefix. Says on stderr what it took if `progress`.
     """
@@ -59,9 +59,10 @@ def _reserved(engine: Engine) -> int:
 def _runs(engine: Engine) -> list[tuple[int, int]]:
     """(requests, tokens of each): numbers of requests, then lengths of a prompt."""
     running = min(engine.memory.running, engine.config.max_waiting)
-    longest = min(engine.config.chunk_tokens, engine.max_context - 2)
+    longest = min(engine.memory.chunk_tokens, engine.max_context - 2)
     lengths = [length for length in (*sizes(longest), longest) if length > running]
-    return [(number, 1) for number in sizes(running)] + [(1, length) for length in lengths]
+    # The largest first: whatever else runs finds room in its memory.
+    return [(1, length) for length in reversed(lengths)] + [(number, 1) for number in sizes(running)]
 
 
 def sizes(most: int) -> list[int]:

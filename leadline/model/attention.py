@@ -55,6 +55,7 @@ class Attention:
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)
         heads = attend(q, self.sink, window, rows.window, entries, chosen, turns)
+        del q  # in a long step as large as what is made from here on
         return project(grouped_output(heads, self.wo_a, c.o_groups), self.wo_b)
 
 

@@ -41,7 +41,7 @@ def _score_case(name: str, chip: Chip, sizes: tuple[int, int, int], queries: int
         "p_q": f"*{element}",
         "p_weight": "*fp32",
         "p_pool": f"*{pool}",
-        "p_page": "*i64",
+        "p_page": "*i32",
         "p_visible": "*i64",
         "p_score": "*fp32",
         "p_largest": "*fp32",

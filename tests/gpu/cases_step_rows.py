@@ -13,7 +13,7 @@ def cases(chip: Chip) -> list[Case]:
 
 def _case(name: str, ring: int, half: int) -> Case:
     lists = ("position", "chunk", "start", "first", "slot", "table", "closing", "full")
-    lists += ("window", "pages", "visible", "hca")
+    lists += ("window", "visible", "hca")
     constants = {"ring": ring, "ring_block": padded(ring), "half": half, "half_block": padded(half)}
     constants |= {"csa": 4, "hca": 128, "block": COLUMNS}
     signature = {}
@@ -21,7 +21,7 @@ def _case(name: str, ring: int, half: int) -> Case:
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument.startswith("p_"):
-            signature[argument] = "*i64" if argument[2:] in lists else "*fp32"
+            signature[argument] = "*i64" if argument[2:] in lists else "*i32" if argument == "p_pages" else "*fp32"
         else:
             signature[argument] = "i32"
     return Case(name, step_rows_kernel, signature, constants, {"num_warps": 4})

@@ -11,8 +11,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +23,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from huggingface import HuggingFace
 from models import native_weights, random_config, random_reference
+from schedules import Job, play, random_jobs
 
 from leadline import LLM, SamplingParams
 from leadline.checkpoint.names import WeightFormat
 from leadline.checkpoint.writer import write_native
+from leadline.config import EngineConfig
+from leadline.engine.engine import Engine
+from leadline.engine.memory import plan_memory
+from leadline.engine.request import Request
+from leadline.model.state import State
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
 PROMPTS = (
@@ -40,6 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--configs", type=int, default=6, help="random models to compare with transformers")
     parser.add_argument("--seconds", type=float, default=20, help="of random batches")
+    parser.add_argument("--minutes", type=float, help="of random schedules, and nothing else")
+    parser.add_argument("--device", default="cuda", help="of random schedules")
     arguments = parser.parse_args()
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "greedy tokens as on the CPU": tokens_as_on_the_cpu,
@@ -47,6 +58,8 @@ def main() -> None:
         "any batch, any cut, any prefix": lambda: any_batch(arguments.seconds),
         "native numerics": native,
     }
+    if arguments.minutes is not None:
+        checks = {"random schedules": lambda: random_schedules(arguments.device, 60 * arguments.minutes)}
     bad = 0
     for name, check in checks.items():
         begin = time.monotonic()
@@ -60,8 +73,8 @@ def main() -> None:
 
 
 def exact(device: str, **options: object) -> LLM:
-    """The built-in model in fp32 and exact numerics."""
-    return LLM(device=device, dtype="float32", numerics="exact", **options)
+    """The built-in model in fp32 and exact numerics; few requests at once, so that there is little to record."""
+    return LLM(device=device, dtype="float32", numerics="exact", **{"max_running": 24, **options})
 
 
 def tokens_as_on_the_cpu() -> Iterator[str]:
@@ -92,7 +105,8 @@ def as_transformers(configs: int) -> Iterator[str]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             write_native(path, raw, native_weights(reference).items(), WeightFormat("fp32", "fp32"))
-            llm = LLM(str(path), device="cuda", dtype="float32", numerics="exact", chunk_tokens=77, state_bytes=1 << 28)
+            options = {"dtype": "float32", "numerics": "exact", "max_running": 1, "state_bytes": 1 << 28}
+            llm = LLM(str(path), device="cuda", chunk_tokens=77, **options)
             params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
             found = llm.generate([ids.numpy()], params)[0].prompt_logprobs
         assert found is not None
@@ -106,7 +120,7 @@ def as_transformers(configs: int) -> Iterator[str]:
 
 def any_batch(seconds: float) -> Iterator[str]:
     """Random requests in random company give the tokens that each gives alone."""
-    alone, together = exact("cuda", prefix_cache=False), exact("cuda", chunk_tokens=64, max_running=24)
+    alone, together = exact("cuda", prefix_cache=False), exact("cuda", chunk_tokens=64)
     rng, end, runs = random.Random(0), time.monotonic() + seconds, 0
     known: dict[tuple[int, ...], list[int]] = {}
     stems = [[rng.randrange(3, 3000) for _ in range(rng.choice((5, 130, 400)))] for _ in range(4)]
@@ -125,6 +139,60 @@ def any_batch(seconds: float) -> Iterator[str]:
         runs += 1
     if problems := together.engine.problems():
         yield str(problems)
+
+
+def random_schedules(device: str, seconds: float) -> Iterator[str]:
+    """Random engines, small pools and schedules with cancellations, choices and preemptions, audited at every step:
+    each request gives what it gives alone, uncached and uncut."""
+    alone, end = exact(device, prefix_cache=False), time.monotonic() + seconds
+    counts: Counter[str] = Counter()
+    number = 0
+    while time.monotonic() < end:
+        rng = random.Random(number)
+        running = rng.choice([1, 2, 4, 8])
+        options = {
+            "max_running": running,
+            "step_tokens": rng.choice([running, 64, 300, 700]),
+            "chunk_tokens": rng.choice([1, 5, 64, 128, 130, 500]),
+            "snapshot_stride": 128 * rng.choice([1, 2, 32]),
+            "prefix_cache": rng.random() < 0.8,
+            "overlap": rng.random() < 0.5,
+        }
+        memory = rng.choice([4, 5, 6, 8, 12, 30])
+        built = small_engine(alone.engine, memory, running + rng.choice([0, 1, running]), options)
+        jobs = random_jobs(rng, 3000, built.model.sliding_window, min(400, memory * 128 - 40))
+        play(built, jobs)
+        for job in jobs:
+            for request in job.requests:
+                counts[str(request.finish_reason)] += 1
+                yield from differences(alone, job, request, f"schedule {number}")
+        stats = built.stats()
+        counts["preemptions"] += stats.preemptions
+        counts["tokens reused"] += stats.tokens_reused
+        built.close()
+        number += 1
+    print(f"    {number:,} schedules: {dict(counts)}")
+
+
+def small_engine(like: Engine, pages: int, slots: int, options: dict[str, Any]) -> Engine:
+    """An engine over the same weights with few pages and slots, whose memory begins as NaN."""
+    config = EngineConfig(**{"state_bytes": 1 << 26, **options})
+    memory = plan_memory(like.model, config, torch.float32)
+    memory = replace(memory, size=replace(memory.size, pages=pages, slots=slots), max_context=pages * 128)
+    state = State(like.model, memory.size, torch.float32, like.runner.device)
+    for pool in (state.window, state.pending, state.folds, state.csa_entries, state.index_keys, state.hca_entries):
+        assert isinstance(pool, torch.Tensor)
+        pool.fill_(float("nan"))
+    return Engine(like.runner.forward, like.model, config, memory, state, like.tokenizer)
+
+
+def differences(alone: LLM, job: Job, request: Request, where: str) -> Iterator[str]:
+    """How a request's tokens differ from what its prompt and seed give by themselves."""
+    got = job.tokens[request.number]
+    params = replace(job.params, n=1, seed=request.seed)
+    want = alone.generate([job.prompt.tolist()], params)[0].token_ids
+    if got != want[: len(got)] or (request.finish_reason != "abort" and len(got) != len(want)):
+        yield f"{where}, a prompt of {len(job.prompt)}: {got} instead of {want}"
 
 
 def native() -> Iterator[str]:

@@ -43,8 +43,8 @@ class Draw:
         self.visible[0] = longest
 
     def run(self, function):
-        inputs = (x.to(DEVICE) for x in (self.q, self.weights))
-        return function(*inputs, self.pool, self.pages.to(DEVICE), self.visible.to(DEVICE), self.longest, self.topk)
+        q, weights, pages, visible = (x.to(DEVICE) for x in (self.q, self.weights, self.pages.int(), self.visible))
+        return function(q, weights, self.pool, pages, visible, self.longest, self.topk)
 
     def wanted(self):
         """The definition's answer, in fp64 so that a GPU uses no kernel for it."""
@@ -198,8 +198,8 @@ def test_entry_rows():
     ids = torch.randint(-1, 320, (6, 37)).to(DEVICE)
     known = ids.clamp(min=0)
     want = torch.where(ids < 0, -1, pages.gather(1, known // 32) * 32 + known % 32)
-    assert torch.equal(gpu.entry_rows(pages, ids, 32), want)
-    assert gpu.entry_rows(pages[:0], ids[:0], 32).shape == (0, 37)
+    assert torch.equal(gpu.entry_rows(pages.int(), ids, 32), want)
+    assert gpu.entry_rows(pages[:0].int(), ids[:0], 32).shape == (0, 37)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

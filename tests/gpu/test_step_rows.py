@@ -50,7 +50,8 @@ def test_as_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
     got = StepRows._on_gpu(batch, state, *frequencies)
     for name in ("window", "pages", "csa_visible", "hca"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+        assert torch.equal(getattr(got, name).cpu().long(), getattr(want, name)), name
+    assert got.pages.dtype == torch.int32
     turns = [(got.swa_turns, want.swa_turns)]
     turns += [
         (getattr(got.compressed_turns, name), getattr(want.compressed_turns, name))

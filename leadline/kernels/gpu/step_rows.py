@@ -101,13 +101,15 @@ def step_rows(
     """`per_token` are positions and chunks [T], `per_chunk` starts, firsts and slots [R], `windows` the positions of
     closed CSA windows [C] and of full HCA windows [Z], `frequencies` of SWA and of compressed layers [R / 2] fp32.
 
-    Returns window rows [T, ring], pages [T, columns], visible CSA entries [T], HCA rows [T, columns], all int64; the
-    rotations of tokens in SWA layers; and those of tokens, closed and full windows in the others, fp32.
+    Returns window rows [T, ring], pages [T, columns] int32 (at a million tokens of context they are a step's longest
+    lists), visible CSA entries [T], HCA rows [T, columns], the others int64; the rotations of tokens in SWA layers; and
+    those of tokens, closed and full windows in the others, fp32.
     """
     tokens, counts = len(per_token[0]), [len(per_token[0]), *map(len, windows)]
     device, half = table.device, len(frequencies[0])
     rows, hca = (torch.empty(tokens, width, dtype=torch.int64, device=device) for width in (ring, columns))
-    pages, visible = torch.empty_like(hca), torch.empty(tokens, dtype=torch.int64, device=device)
+    pages = torch.empty(tokens, columns, dtype=torch.int32, device=device)
+    visible = torch.empty(tokens, dtype=torch.int64, device=device)
     swa = Angles(*(torch.empty(tokens, half, device=device) for _ in range(2)))
     turns = Angles(*(torch.empty(sum(counts), half, device=device) for _ in range(2)))
     step_rows_kernel[(sum(counts),)](
