@@ -135,10 +135,19 @@ ROUTE = [("_multiply", "route"), ("_choose", "route")]
 SHARED = [("few_product", "experts"), ("_hidden_rows", "experts"), ("few_product", "experts")]
 SUM = [("_summed_pairs", "experts")]
 ARRANGED = [("_prepare", "experts"), ("up_product", "experts"), ("down_product", "experts")]
+MANY = [
+    ("_count", "experts"),
+    ("_place", "experts"),
+    ("_gather_rounded", "experts"),
+    ("prompt_product", "experts"),
+    ("quantize_kernel", "experts"),
+    ("prompt_product", "experts"),
+]
 IN_ORDER = [("_count", "experts"), ("_place", "experts"), ("_gate_up", "experts"), ("_down", "experts")]
 EXPERTS = {
     "together": [*ARRANGED, *SUM],
     "shared one apart": [*SHARED, ("_count", "experts"), *ARRANGED, *SUM],
+    "many pairs": [*SHARED, *MANY, *SUM],
     "in the checkpoint's order": [*SHARED, *IN_ORDER, *SUM],
 }
 BEFORE = [("Memcpy HtoD (Pinned -> Device)", "other"), ("void at::native::index_elementwise_kernel", "other")]

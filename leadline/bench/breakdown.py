@@ -37,6 +37,8 @@ MARKS = (
     ("_prepare", "experts"),
     ("up_product", "experts"),
     ("down_product", "experts"),
+    ("prompt_product", "experts"),
+    ("_gather_rounded", "experts"),
     ("_gate_up", "experts"),
     ("_down", "experts"),
     ("_summed_pairs", "experts"),

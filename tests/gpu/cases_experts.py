@@ -78,7 +78,7 @@ def tile_cases(chip: Chip) -> list[Case]:
     kernels = [("count", experts_tiles._count, many)]
     for name, fixed in (("few", few), ("many", {**many, "b_all": 0})):
         fixed["width"] = 16
-        kernels.append((f"place {name}", experts_tiles._place, fixed))
+        kernels.append((f"place {name}", experts_tiles._place, {**fixed, "multiple": 4}))
         if chip.name == "sm90":
             kernels.append((f"prepare {name}", experts_prepare._prepare, fixed | rounding))
     return [

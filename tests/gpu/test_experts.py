@@ -171,15 +171,16 @@ ROUTINGS = [(1, 8, 2, 16), (3, 256, 6, 8), (17, 8, 2, 8), (90, 300, 6, 8), (220,
 """Tokens, experts, active experts and width of a tile; of up to 1,024 pairs each program counts all."""
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens only", "padded"])
 @pytest.mark.parametrize(("tokens", "count", "active", "width"), ROUTINGS)
-def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width, padded, monkeypatch):
+def test_tiles_hold_every_pair_once_with_its_expert(tokens, count, active, width, padded, multiple, monkeypatch):
     torch.manual_seed(2)
     chosen, _ = routing(tokens, count, active)
     if padded:
         chosen, _ = without_some(chosen)
     poison_new_tensors(monkeypatch)
-    assert_tiles(tiles_by_expert(chosen, count, width), chosen, count, width)
+    assert_tiles(tiles_by_expert(chosen, count, width, multiple), chosen, count, width, multiple)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens only", "padded"])
@@ -199,20 +200,20 @@ def test_prepared(tokens, count, active, width, padded, monkeypatch):
     assert ready.counters.shape == (5 * (ready.tiles.most + tokens),) and not ready.counters.any()
 
 
-def assert_tiles(tiles: Tiles, chosen, count, width):
+def assert_tiles(tiles: Tiles, chosen, count, width, multiple=1):
     """Whether these are the pairs in the order of their experts, cut into as few tiles of `width` as there can be."""
     flat = chosen.flatten().cpu()
-    pairs = int((flat >= 0).sum())
-    wanted = torch.sort(flat, stable=True).indices[len(flat) - pairs :]
-    assert torch.equal(tiles.order[:pairs].cpu().long(), wanted)
-    covered = 0
+    wanted = torch.sort(flat, stable=True).indices[int((flat < 0).sum()) :]
+    placed, end = [flat[:0]], 0
     for expert, first, size in tiles.records.T.cpu().tolist():
         if size == 0:
             break
-        assert first == covered and size <= width
-        assert (flat[tiles.order[first : first + size].cpu().long()] == expert).all()
-        covered += size
-    assert covered == pairs
+        assert first == -(-end // multiple) * multiple and size <= width
+        placed.append(tiles.order[first : first + size].cpu().long())
+        assert (flat[placed[-1]] == expert).all()
+        end = first + size
+    assert torch.equal(torch.cat(placed), wanted)
+    assert end <= tiles.places == len(tiles.order) and tiles.places % multiple == 0 and tiles.pairs == len(flat)
     sizes = tiles.records[2].cpu()
     assert (sizes[:-1] >= 0).all() and (sizes.nonzero().flatten() == torch.arange((sizes > 0).sum())).all()
     needed = sum(-(-n // width) for n in torch.bincount(flat[flat >= 0], minlength=count).tolist())

@@ -6,6 +6,7 @@ from torch import Tensor
 from leadline.kernels.gpu.chips import chip_of
 from leadline.kernels.gpu.experts_fp4 import arranged_outputs, fits_beside
 from leadline.kernels.gpu.experts_products import blocks_for, down, gate_up
+from leadline.kernels.gpu.experts_prompt import pays, prompt_outputs
 from leadline.kernels.gpu.experts_rows import hidden_rows, product_input, summed
 from leadline.kernels.gpu.experts_tiles import tiles_by_expert
 from leadline.kernels.project import Weight, project
@@ -47,6 +48,8 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
 
 def _routed_outputs(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """Outputs [T * k, d] by pair, in the dtype of `x`. Where `chosen` is -1 an output is anything."""
+    if w13.form == "arranged" and pays(chosen.numel(), w13, w2):
+        return prompt_outputs(x, chosen, weights, w13, w2, limit)
     if w13.form == "arranged":
         return arranged_outputs(x, chosen, weights, w13, w2, limit, None)
     active, experts = chosen.shape[1], len(w13.data)

@@ -18,12 +18,14 @@ FEW_PER_PROGRAM = 32
 class Tiles:
     """Pairs in the order of their experts, cut into tiles of at most `width` pairs of one expert.
 
-    `order` int32 [pairs]: place -> pair, a pair being `token * active + rank`; one without an expert has no place, and
-    the last places have no pair. `records` int32 [3, most]: each tile's expert, first place and number of pairs. `most`
-    is a bound that shapes give; the tiles beyond the last have 0 pairs.
+    `order` int32 [places]: place -> pair, a pair being `token * active + rank`; one without an expert has no place. The
+    last places have no pair, and some before an expert's first one, where that has to be a multiple of a number.
+    `records` int32 [3, most]: each tile's expert, first place and number of pairs. `most` is a bound that shapes give;
+    the tiles beyond the last have 0 pairs.
     """
 
     pairs: int
+    places: int
     most: int
     order: Tensor
     records: Tensor
@@ -34,9 +36,12 @@ def most_tiles(pairs: int, experts: int, width: int) -> int:
     return min(pairs, min(pairs, experts) + pairs // width)
 
 
-def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
-    """`chosen` [T, k] (integers: k different ones of 0 .. experts - 1 a token, or -1) -> its tiles, in stable order."""
-    tiles, placing = empty_tiles(chosen, experts, width)
+def tiles_by_expert(chosen: Tensor, experts: int, width: int, multiple: int = 1) -> Tiles:
+    """`chosen` [T, k] (integers: k different ones of 0 .. experts - 1 a token, or -1) -> its tiles, in stable order.
+
+    `width` is a multiple of `multiple`; an expert's first place and the number of places become one.
+    """
+    tiles, placing = empty_tiles(chosen, experts, width, multiple)
     _place[(placing.blocks,)](
         chosen,
         placing.counts,
@@ -49,6 +54,7 @@ def tiles_by_expert(chosen: Tensor, experts: int, width: int) -> Tiles:
         placing.b_pairs,
         placing.b_experts,
         placing.b_all,
+        multiple,
     )
     return tiles
 
@@ -64,11 +70,12 @@ class Placing:
     counts: Tensor
 
 
-def empty_tiles(chosen: Tensor, experts: int, width: int) -> tuple[Tiles, Placing]:
+def empty_tiles(chosen: Tensor, experts: int, width: int, multiple: int = 1) -> tuple[Tiles, Placing]:
     """Tiles for `chosen` [T, k], to be filled by `place_pairs`; many pairs are counted here, by a launch."""
     pairs = chosen.numel()
     most = most_tiles(pairs, experts, width)
-    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    places = triton.cdiv(pairs + min(pairs, experts) * (multiple - 1), multiple) * multiple
+    order = torch.empty(places, dtype=torch.int32, device=chosen.device)
     records = torch.empty(3, most, dtype=torch.int32, device=chosen.device)
     b_experts = triton.next_power_of_2(max(experts, 16))
     if pairs <= FEW_PAIRS:
@@ -79,7 +86,7 @@ def empty_tiles(chosen: Tensor, experts: int, width: int) -> tuple[Tiles, Placin
         counts = torch.empty(blocks, b_experts, dtype=torch.int32, device=chosen.device)
         _count[(blocks,)](chosen, counts, pairs, PAIRS_PER_PROGRAM, b_experts)
         placing = Placing(blocks, PAIRS_PER_PROGRAM, b_experts, 0, counts)
-    return Tiles(pairs, most, order, records), placing
+    return Tiles(pairs, places, most, order, records), placing
 
 
 @triton.jit
@@ -110,9 +117,23 @@ def _place(
     b_pairs: tl.constexpr,
     b_experts: tl.constexpr,
     b_all: tl.constexpr,
+    multiple: tl.constexpr,
 ):
-    i_block = tl.program_id(0)
-    place_pairs(i_block, p_chosen, p_counts, p_order, p_records, pairs, blocks, most, width, b_pairs, b_experts, b_all)
+    place_pairs(
+        tl.program_id(0),
+        p_chosen,
+        p_counts,
+        p_order,
+        p_records,
+        pairs,
+        blocks,
+        most,
+        width,
+        b_pairs,
+        b_experts,
+        b_all,
+        multiple,
+    )
 
 
 @triton.jit
@@ -129,6 +150,7 @@ def place_pairs(
     b_pairs: tl.constexpr,
     b_experts: tl.constexpr,
     b_all: tl.constexpr,
+    multiple: tl.constexpr = 1,
 ):
     """Each pair of a block finds its own place, and the first pair of a tile writes its record: nothing is sorted."""
     if b_all > 0:
@@ -142,7 +164,8 @@ def place_pairs(
             b_count += b_block
             b_earlier += tl.where(block < i_block, b_block, 0)
     b_tiles = (b_count + width - 1) // width
-    b_first_place = tl.cumsum(b_count) - b_count
+    b_taken = (b_count + multiple - 1) // multiple * multiple
+    b_first_place = tl.cumsum(b_taken) - b_taken
     b_first_tile = tl.cumsum(b_tiles) - b_tiles
 
     o_pair = i_block * b_pairs + tl.arange(0, b_pairs)
