@@ -34,7 +34,8 @@ def attend(
 
         return attend_on_gpu(q, sink, window, window_rows, entries, entry_rows, by)
     outputs = []
-    for tile in torch.arange(len(q), device=q.device).split(TOKENS_PER_TILE):
+    for start in range(0, len(q), TOKENS_PER_TILE):
+        tile = slice(start, start + TOKENS_PER_TILE)
         sums = _Sums(high(q[tile]), high(sink))
         sums.add(window, window_rows[tile])
         if entries is not None and entry_rows is not None:
@@ -48,26 +49,25 @@ class _Sums:
     """The running softmax of a tile of queries, starting from the sink."""
 
     def __init__(self, q: Tensor, sink: Tensor) -> None:
-        self.q, self.scale = q, q.shape[-1] ** -0.5
-        self.top = sink.expand(q.shape[:2])
+        self.q = q * q.shape[-1] ** -0.5
+        self.top = sink[:, None].expand(*q.shape[:2], 1)
         self.total = torch.ones_like(self.top)
         self.weighted = torch.zeros_like(q)
 
     def add(self, pool: KvPool, rows: Tensor) -> None:
         """Bring in rows [t, K] of `pool`."""
         missing = rows < 0
-        keys = high(_read(pool, rows.clamp(min=0))).masked_fill(missing[..., None], 0)
-        logits = torch.bmm(self.q, keys.transpose(1, 2)) * self.scale
-        logits = logits.masked_fill(missing[:, None], float("-inf"))
-        top = torch.maximum(self.top, logits.amax(-1))
-        weights = torch.exp(logits - top[..., None])
+        keys = high(_read(pool, rows.clamp(min=0))).masked_fill_(missing[..., None], 0)
+        logits = torch.bmm(self.q, keys.transpose(1, 2)).masked_fill_(missing[:, None], float("-inf"))
+        top = torch.maximum(self.top, logits.amax(-1, keepdim=True))
+        weights = torch.exp(logits - top)
         old = torch.exp(self.top - top)
-        self.total = self.total * old + weights.sum(-1)
-        self.weighted = self.weighted * old[..., None] + torch.bmm(weights, keys)
+        self.total = self.total * old + weights.sum(-1, keepdim=True)
+        self.weighted = torch.baddbmm(self.weighted * old, weights, keys)
         self.top = top
 
     def result(self) -> Tensor:
-        return self.weighted / self.total[..., None]
+        return self.weighted / self.total
 
 
 def _read(pool: KvPool, rows: Tensor) -> Tensor:

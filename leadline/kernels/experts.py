@@ -16,13 +16,10 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return silu(gate) * up
 
 
-def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float, token_weights: Tensor | None = None) -> Tensor:
-    """`x` [T, d], already rounded as `w13` [2 I, d] takes it -> [T, d]; `token_weights` [T] scale the hidden row."""
-    hidden = clamped_swiglu(row_product(x, w13.dense(x.dtype)), limit)
-    if token_weights is not None:
-        hidden = hidden * token_weights[:, None]
-    hidden = hidden.to(x.dtype)
-    return row_product(fp8_round_trip(hidden) if w2.round_input else hidden, w2.dense(x.dtype))
+def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    """`x` [T, d], already rounded as `w13` [2 I, d] takes it -> [T, d]."""
+    hidden = _hidden(row_product(x, w13.dense(x.dtype)), limit, w2)
+    return row_product(hidden, w2.dense(x.dtype))
 
 
 def experts(
@@ -68,15 +65,31 @@ def routed_experts(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: 
 
         return gpu.routed_experts(x, chosen, weights, w13, w2, limit)
     tokens, active = chosen.shape
-    x = round_input(x, w13)
     order = torch.sort(chosen.flatten(), stable=True).indices
-    none, *counts = torch.bincount(chosen.flatten() + 1, minlength=len(w13.data) + 1).tolist()
-    flat_weights = weights.flatten()
-    outputs = x.new_zeros(tokens * active, x.shape[1])
-    start = none
+    start, *counts = torch.bincount(chosen.flatten() + 1, minlength=len(w13.data) + 1).tolist()
+    places = []
     for expert, count in enumerate(counts):
         if count:
-            rows = order[start : start + count]
-            outputs[rows] = mlp(x[rows // active], w13.expert(expert), w2.expert(expert), limit, flat_weights[rows])
+            places.append((expert, slice(start, start + count)))
             start += count
-    return high(outputs).unflatten(0, (tokens, active)).sum(1)
+    gate_up = _products(round_input(x, w13)[order // active], w13, places)
+    outputs = _products(_hidden(gate_up, limit, w2, weights.flatten()[order]), w2, places)
+    in_order = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return high(in_order).unflatten(0, (tokens, active)).sum(1)
+
+
+def _products(x: Tensor, stack: Weight, places: list[tuple[int, slice]]) -> Tensor:
+    """Each expert of `stack` [E, out, in] times its rows of `x` [N, in] -> [N, out], 0 for rows of no expert."""
+    out = x.new_zeros(len(x), stack.data.shape[1])
+    for expert, rows in places:
+        out[rows] = row_product(x[rows], stack.expert(expert).dense(x.dtype))
+    return out
+
+
+def _hidden(gate_up: Tensor, limit: float, w2: Weight, token_weights: Tensor | None = None) -> Tensor:
+    """`gate_up` [N, 2 I] -> [N, I], scaled by `token_weights` [N], as `w2` takes it."""
+    hidden = clamped_swiglu(gate_up, limit)
+    if token_weights is not None:
+        hidden = hidden * token_weights[:, None]
+    hidden = hidden.to(gate_up.dtype)
+    return fp8_round_trip(hidden) if w2.round_input else hidden

@@ -39,10 +39,12 @@ def mixing_logits(streams: Tensor, weights: Mixing, eps: float) -> Tensor:
 def sinkhorn(comb: Tensor, rounds: int, eps: float) -> Tensor:
     """`comb` [T, n, n] of logits (source, destination) -> weights whose columns sum to 1 and rows nearly so."""
     comb = comb.softmax(-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    # A product with ones sums and adds eps in one operation: on a CPU these loops were a sixth of a small model's step.
+    ones, added, sums = torch.ones_like(comb), torch.full_like(comb, eps), torch.empty_like(comb)
+    comb /= torch.baddbmm(added, ones, comb, out=sums)
     for _ in range(rounds - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb /= torch.baddbmm(added, comb, ones, out=sums)
+        comb /= torch.baddbmm(added, ones, comb, out=sums)
     return comb
 
 

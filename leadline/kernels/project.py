@@ -61,6 +61,8 @@ def row_product(x: Tensor, matrix: Tensor) -> Tensor:
     missing = -len(x) % ROW_MULTIPLE
     if missing == 0 or x.is_cuda:
         return F.linear(x, matrix)
+    if len(x) == 1:
+        return F.linear(x.expand(ROW_MULTIPLE, -1), matrix)[:1]
     return F.linear(F.pad(x, (0, 0, 0, missing)), matrix)[: len(x)]
 
 

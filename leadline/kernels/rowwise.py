@@ -10,12 +10,12 @@ from torch import Tensor
 
 def high(x: Tensor) -> Tensor:
     """`x` in fp32, or unchanged in fp64: the precision of norms, gates, softmaxes and streams' mixing."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x)."""
-    return 1 / (1 + torch.exp(-x))
+    return torch.reciprocal(1 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -37,10 +37,10 @@ def select(
     if longest <= topk:
         ids = torch.arange(topk, device=q.device).expand(len(q), -1)
         return torch.where(ids < visible[:, None], ids, -1)
-    chosen = [
-        _select_tile(q[i], head_weights[i], pool, page_rows[i], visible[i], longest, topk)
-        for i in torch.arange(len(q), device=q.device).split(TOKENS_PER_TILE)
-    ]
+    chosen = []
+    for start in range(0, len(q), TOKENS_PER_TILE):
+        tile = slice(start, start + TOKENS_PER_TILE)
+        chosen.append(_select_tile(q[tile], head_weights[tile], pool, page_rows[tile], visible[tile], longest, topk))
     return torch.cat(chosen)
 
 
