@@ -182,9 +182,11 @@ def attend_calls(monkeypatch: pytest.MonkeyPatch, sequences: list[Tensor], cut: 
     calls: list[dict[str, Tensor]] = []
     original = attention.attend
 
-    def spy(q: Tensor, sink: Tensor, window: Tensor, window_rows: Tensor, entries: Any, chosen: Any, by: Any) -> Tensor:
+    def spy(
+        q: Tensor, sink: Tensor, window: Tensor, window_rows: Tensor, entries: Any, chosen: Any, *rest: Any
+    ) -> Tensor:
         calls.append({"window": window_rows, "chosen": torch.empty(len(q), 0) if chosen is None else chosen})
-        return original(q, sink, window, window_rows, entries, chosen, by)
+        return original(q, sink, window, window_rows, entries, chosen, *rest)
 
     monkeypatch.setattr(attention, "attend", spy)
     run(sequences, cut)

@@ -39,7 +39,7 @@ LAYERS = (
 )
 """From the bottom up: a module imports only from its own layer and from lower ones, so that there are no circles."""
 
-ENGINE_OPTIONS = "--device --dtype --max-context --model --numerics --state-memory "
+ENGINE_OPTIONS = "--deterministic --device --dtype --max-context --model --numerics --state-memory "
 SAMPLING_OPTIONS = (
     "--frequency-penalty --max-tokens --min-p --presence-penalty --repetition-penalty --seed --stop --temperature "
     "--top-k --top-p "
@@ -48,8 +48,8 @@ OPTIONS = {
     "": "--debug --help --version",
     "generate": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--file --help --ignore-eos --json",
     "chat": ENGINE_OPTIONS + SAMPLING_OPTIONS + "--help --system --thinking",
-    "serve": "--api-keys --device --dtype --grace --help --host --max-context --max-running --max-waiting --name "
-    "--numerics --port --restart --state-memory",
+    "serve": "--api-keys --deterministic --device --dtype --grace --help --host --max-context --max-running "
+    "--max-waiting --name --numerics --port --restart --state-memory",
     "bench": ENGINE_OPTIONS + "--batches --breakdown --chunk-tokens --concurrency --contexts --dataset --help "
     "--input-len --json --layers --max-running --mode --output-len --plot --prefix-cache --prefix-len --random-range "
     "--random-weights --rate --requests --seed --share-experts --step-tokens --steps",
@@ -61,8 +61,8 @@ OPTIONS = {
 """Subcommand -> its options. Adding one is a decision: it belongs here, in the help and in README."""
 
 SETTINGS = (
-    "chunk_tokens device dtype max_context max_running max_waiting model numerics overlap prefix_cache seed "
-    "snapshot_stride state_bytes step_tokens"
+    "chunk_tokens deterministic device dtype max_context max_running max_waiting model numerics overlap prefix_cache "
+    "seed snapshot_stride state_bytes step_tokens"
 )
 """The fields of EngineConfig, under the same rule."""
 

@@ -139,6 +139,7 @@ def bench(
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
     state_memory: options.StateMemory = None,
+    deterministic: options.Deterministic = False,
     max_running: Annotated[
         int | None, typer.Option("--max-running", help="The most requests in a step. Default: by device.")
     ] = None,
@@ -167,6 +168,7 @@ def bench(
         "device": device,
         "max_context": max_context,
         "state_bytes": state_memory,
+        "deterministic": deterministic,
         "max_running": max(max_running or 1, *numbers) if mode == Mode.LATENCY else max_running,
         "step_tokens": step_tokens,
         "chunk_tokens": chunk_tokens,

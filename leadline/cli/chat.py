@@ -45,6 +45,7 @@ def chat(
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
     state_memory: options.StateMemory = None,
+    deterministic: options.Deterministic = False,
 ) -> None:
     """Talk with a model."""
     params = SamplingParams(
@@ -64,6 +65,7 @@ def chat(
         device=device,
         max_context=max_context,
         state_bytes=state_memory,
+        deterministic=deterministic,
         seed=options.fresh_seed() if seed is None else seed,  # each answer draws another from it
     )
     format = ChatFormat(llm.tokenizer, llm.engine.model.eos_token_ids)

@@ -126,6 +126,7 @@ def eval(
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
     state_memory: options.StateMemory = None,
+    deterministic: options.Deterministic = False,
     max_running: Annotated[
         int | None, typer.Option("--max-running", help="The most requests in a step. Default: by device.")
     ] = None,
@@ -143,6 +144,7 @@ def eval(
         device=device,
         max_context=max_context,
         state_bytes=state_memory,
+        deterministic=deterministic,
         max_running=max_running,
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,

@@ -105,6 +105,7 @@ def generate(
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
     state_memory: options.StateMemory = None,
+    deterministic: options.Deterministic = False,
 ) -> None:
     """Continue a text."""
     text = read_prompt(prompt, file)
@@ -121,7 +122,15 @@ def generate(
         stop=stop or [],
         ignore_eos=ignore_eos,
     )
-    llm = LLM(model, dtype=dtype, numerics=numerics, device=device, max_context=max_context, state_bytes=state_memory)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        numerics=numerics,
+        device=device,
+        max_context=max_context,
+        state_bytes=state_memory,
+        deterministic=deterministic,
+    )
     ids = llm.encode(text)
     engine = AsyncEngine(llm.engine)
     try:

@@ -60,6 +60,14 @@ StateMemory = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="On a GPU: the same bits whatever else is in the batch; slower.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.", rich_help_panel=_SAMPLING)]
 TopK = Annotated[

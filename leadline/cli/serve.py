@@ -63,6 +63,7 @@ def serve(
     device: options.Device = "auto",
     max_context: options.MaxContext = None,
     state_memory: options.StateMemory = None,
+    deterministic: options.Deterministic = False,
 ) -> None:
     """Serve a model to clients of the OpenAI API."""
     folder = model_folder(model)
@@ -75,6 +76,7 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         state_bytes=state_memory,
+        deterministic=deterministic,
         seed=options.fresh_seed(),
     )
     keys = read_keys(api_keys) if api_keys is not None else []

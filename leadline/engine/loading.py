@@ -67,10 +67,12 @@ def build_engine(
     """An engine whose weights `store` allocates, in the `stored` formats where they are kept, and `fill` fills."""
     device = torch.device(resolve_device(config.device))
     dtype = activation_dtype(config.dtype, device)
+    if config.deterministic:
+        check_deterministic(dtype, device)
     native = config.numerics == "native" or (config.numerics is None and device.type != "cpu")
     packed = keeps_packed(native, dtype, device)
     keep = stored if keeps_formats(config.dtype, device) else None
-    weights = store(model, keep, dtype, native, device)
+    weights = store(model, keep, dtype, native, device, config.deterministic)
     transformer = Transformer(model, weights)
     # Weights have their memory, still uninitialised: what does not fit is said before any of them is read.
     memory = plan_memory(model, config, dtype, packed, free_bytes(device))
@@ -130,6 +132,25 @@ def activation_dtype(name: str, device: torch.device) -> torch.dtype:
     if name in ("auto", "checkpoint"):
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def check_deterministic(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError with a sentence where the same bits in every batch cannot be had."""
+    if device.type != "cuda":
+        return
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"deterministic is True and activations are {str(dtype).removeprefix('torch.')}: on a GPU the same bits in "
+            "every batch hold for bfloat16 alone; use dtype 'bfloat16', 'checkpoint' or 'auto', or device 'cpu'"
+        )
+    from leadline.kernels.gpu.chips import chip_of
+
+    chip = chip_of(device)
+    if not chip.ordered:
+        raise ValueError(
+            f"deterministic is True, but {chip.name} has matrix instructions whose sums follow the size of a tile; "
+            f"it takes an NVIDIA GPU, or device 'cpu'"
+        )
 
 
 def keeps_formats(name: str, device: torch.device) -> bool:

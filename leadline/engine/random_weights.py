@@ -88,10 +88,11 @@ class RandomWeights(WeightStore):
         dtype: torch.dtype,
         native: bool,
         device: torch.device,
+        deterministic: bool = False,
     ) -> None:
         if stacks < 1:
             raise ValueError(f"{stacks} distinct stacks of experts were asked for; there must be 1 at least")
-        super().__init__(config, keep, dtype, native, device)
+        super().__init__(config, keep, dtype, native, device, deterministic)
         self.stacks = stacks
         self.bytes = 0
         self._shared: dict[tuple[int, tuple[str, ...]], Weight] = {}

@@ -21,18 +21,20 @@ def attend(
     entries: KvPool | None,
     entry_rows: Tensor | None,
     by: Angles,
+    deterministic: bool = False,
 ) -> Tensor:
     """`q` [T, H, D] -> [T, H, D], with the values' rotation undone at the query's position (`by`).
 
     Query t reads rows `window_rows[t]` [W] of `window` [rows, D] and rows `entry_rows[t]` [K] of `entries`; -1 is
     no row, and what such an index would have addressed is never used, even if it is NaN. In `entry_rows` -1 comes
     only past the number of entries that a query reads. `sink` [H] is a logit that takes weight and gives no value.
-    Softmax scale is D^-0.5; arithmetic is fp32.
+    Softmax scale is D^-0.5; arithmetic is fp32. `deterministic`: on a GPU too a query's result has the same bits
+    whatever other queries there are.
     """
     if q.is_cuda and q.dtype != torch.float64:
         from leadline.kernels.gpu.attend import attend as attend_on_gpu
 
-        return attend_on_gpu(q, sink, window, window_rows, entries, entry_rows, by)
+        return attend_on_gpu(q, sink, window, window_rows, entries, entry_rows, by, deterministic)
     outputs = []
     for start in range(0, len(q), TOKENS_PER_TILE):
         tile = slice(start, start + TOKENS_PER_TILE)

@@ -22,10 +22,14 @@ from leadline.kernels.store import put_rows
 
 @dataclass
 class Gating:
-    """A compressor's weights: `matrix` [sum of widths, d], `ape` [ratio, sum of widths] (0 where no score)."""
+    """A compressor's weights: `matrix` [sum of widths, d], `ape` [ratio, sum of widths] (0 where no score).
+
+    `deterministic` as in `project.Weight`.
+    """
 
     matrix: Tensor
     ape: Tensor
+    deterministic: bool = False
 
 
 @dataclass
@@ -51,7 +55,7 @@ def gate_rows(x: Tensor, gating: Gating, out: Tensor) -> None:
         from leadline.kernels.gpu import compress as gpu
 
         return gpu.gate_rows(x, gating, out)
-    out.copy_(wide_product(x, gating.matrix))
+    out.copy_(wide_product(x, gating.matrix, gating.deterministic))
 
 
 def close_csa(

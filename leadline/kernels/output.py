@@ -17,4 +17,4 @@ def grouped_output(heads: Tensor, weight: Weight, groups: int) -> Tensor:
         return gpu.grouped_output(heads, weight, groups)
     grouped = heads.flatten(1).unflatten(1, (groups, -1))
     factors = weight.dense(heads.dtype).unflatten(0, (groups, -1))
-    return torch.cat([row_product(grouped[:, g], factors[g]) for g in range(groups)], 1)
+    return torch.cat([row_product(grouped[:, g], factors[g], weight.deterministic) for g in range(groups)], 1)

@@ -15,19 +15,24 @@ ROW_MULTIPLE = 8
 rows there are, so that a token's result does not depend on its batch (fewer rows take other code paths; checked
 for fp32, fp64 and bf16 by `tests/test_invariance.py`)."""
 
+ROWS_OF_A_PRODUCT = 64
+"""Rows of the one shape in which deterministic products of a library run on a GPU."""
+
 
 @dataclass
 class Weight:
     """A matrix [out, in], or a stack of them [E, out, in].
 
     `data` is a float tensor, or e4m3 with `scale` [ceil(out/128), ceil(in/128)], or packed e2m1 (int8 [out, in/2])
-    with `scale` [out, in/32]. `round_input` says that products take their input rounded to fp8 (native numerics).
+    with `scale` [out, in/32]. `round_input` says that products take their input rounded to fp8 (native numerics);
+    `deterministic` that a row's products have the same bits on a GPU whatever other rows there are.
     Arranged fp4 (see `leadline.kernels.gpu.experts_arrange`) is the same bytes as int32 [out, in/8] and [out, in/128].
     """
 
     data: Tensor
     scale: Tensor | None = None
     round_input: bool = False
+    deterministic: bool = False
 
     @property
     def form(self) -> Literal["plain", "fp8", "fp4", "arranged"]:
@@ -41,7 +46,7 @@ class Weight:
     def expert(self, index: int) -> "Weight":
         """One matrix of a stack, as a view."""
         scale = None if self.scale is None else self.scale[index]
-        return Weight(self.data[index], scale, self.round_input)
+        return Weight(self.data[index], scale, self.round_input, self.deterministic)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The matrix in `dtype`, expanded from its stored format where it has one."""
@@ -56,8 +61,14 @@ class Weight:
         return fp4_dequantize(self.data, self.scale, dtype)
 
 
-def row_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out], each row independent of the others."""
+def row_product(x: Tensor, matrix: Tensor, deterministic: bool = False) -> Tensor:
+    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out], each row independent of the others.
+
+    On a GPU, where a library chooses by the number of rows, to the bit only if `deterministic`.
+    """
+    if x.is_cuda and deterministic:
+        tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS_OF_A_PRODUCT)).split(ROWS_OF_A_PRODUCT)
+        return torch.cat([F.linear(tile, matrix) for tile in tiles])[: len(x)]
     missing = -len(x) % ROW_MULTIPLE
     if missing == 0 or x.is_cuda:
         return F.linear(x, matrix)
@@ -66,13 +77,13 @@ def row_product(x: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(F.pad(x, (0, 0, 0, missing)), matrix)[: len(x)]
 
 
-def wide_product(x: Tensor, matrix: Tensor) -> Tensor:
+def wide_product(x: Tensor, matrix: Tensor, deterministic: bool = False) -> Tensor:
     """`x` [T, in] times `matrix` [out, in] transposed -> [T, out] in fp32 (fp64 in fp64 models), summed in fp32."""
     if x.is_cuda and x.dtype == matrix.dtype == torch.bfloat16:
         from leadline.kernels.gpu import project as gpu
 
-        return gpu.wide_product(x, matrix)
-    return row_product(high(x), high(matrix))
+        return gpu.wide_product(x, matrix, deterministic=deterministic)
+    return row_product(high(x), high(matrix), deterministic)
 
 
 def round_input(x: Tensor, weight: Weight) -> Tensor:
@@ -92,4 +103,4 @@ def project(x: Tensor, weight: Weight) -> Tensor:
         from leadline.kernels.gpu import project as gpu
 
         return gpu.project(x, weight)
-    return row_product(round_input(x, weight), weight.dense(x.dtype))
+    return row_product(round_input(x, weight), weight.dense(x.dtype), weight.deterministic)

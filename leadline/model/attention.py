@@ -27,7 +27,7 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: int, weights: WeightStore) -> None:
         self.config, self.layer = config, layer
         self.ratio = config.compress_ratios[layer]
-        self.native = weights.native
+        self.native, self.deterministic = weights.native, weights.deterministic
         name = f"layers.{layer}.attn"
         self.wqkv_a = weights.matrix(f"{name}.wq_a", f"{name}.wkv")
         self.q_norm = weights.wide(f"{name}.q_norm.weight")
@@ -54,7 +54,7 @@ class Attention:
         entries, chosen = None, None
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)
-        heads = attend(q, self.sink, window, rows.window, entries, chosen, turns)
+        heads = attend(q, self.sink, window, rows.window, entries, chosen, turns, self.deterministic)
         del q  # in a long step as large as what is made from here on
         return project(grouped_output(heads, self.wo_a, c.o_groups), self.wo_b)
 
@@ -71,7 +71,7 @@ class CsaCompressor:
         self.index_norm = weights.wide(f"{index}.norm.weight")
         indexer = f"layers.{layer}.attn.indexer"
         self.index_wq_b = weights.matrix(f"{indexer}.wq_b")
-        self.head_weights = weights.matrix(f"{indexer}.weights_proj").data
+        self.head_weights = weights.matrix(f"{indexer}.weights_proj")
 
     def forward(self, x: Tensor, latent: Tensor, batch: Batch, rows: StepRows, state: State) -> tuple[KvPool, Tensor]:
         """Close windows, then choose: (the layer's entries, entry rows [T, index_topk])."""
@@ -80,7 +80,7 @@ class CsaCompressor:
         q = project(latent, self.index_wq_b).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         ids = select(
             index_query(q, rows.compressed_turns.tokens, self.native),
-            wide_product(x, self.head_weights),
+            wide_product(x, self.head_weights.data, self.head_weights.deterministic),
             state.index_keys[self.rank],
             rows.pages,
             rows.csa_visible,
@@ -152,4 +152,4 @@ def _gating(weights: WeightStore, ratio: Ratio, names: Sequence[str]) -> Gating:
     for name, width in zip(names, widths, strict=True):
         weights.place(f"{name}.ape", ape[:, column + width : column + 2 * width])
         column += 2 * width
-    return Gating(matrix, ape)
+    return Gating(matrix, ape, weights.deterministic)

@@ -18,7 +18,7 @@ class Transformer:
     """All main layers. Its weights are filled through `weights.slots`; it keeps nothing of any batch."""
 
     def __init__(self, config: ModelConfig, weights: WeightStore) -> None:
-        self.config = config
+        self.config, self.deterministic = config, weights.deterministic
         wide = gate_dtype(weights.dtype)
         self.embed = weights.tensor("embed.weight")
         self.layers = [Layer(config, layer, weights) for layer in range(config.num_hidden_layers)]
@@ -45,4 +45,4 @@ class Transformer:
         """Streams [N, n, d] -> vocabulary logits [N, V] in fp32."""
         c = self.config
         hidden = final_collapse(streams, self.mixing, self.norm, c.hc_eps, c.rms_norm_eps)
-        return wide_product(hidden, self.head)
+        return wide_product(hidden, self.head, self.deterministic)

@@ -20,14 +20,22 @@ class WeightStore:
     """Allocates weights, uninitialised, and collects a `Slot` for every checkpoint tensor that fills one.
 
     With `keep` the fp8 and fp4 matrices stay in that format, as the checkpoint has them; without, everything is
-    expanded into `dtype`. Small tensors that are only used in fp32 are held in fp32. Raises ValueError where fused
+    expanded into `dtype`. Small tensors that are only used in fp32 are held in fp32. `deterministic`: a token's result
+    is to have the same bits in every batch (see `EngineConfig`). Raises ValueError where fused
     matrices cannot share their scales.
     """
 
     def __init__(
-        self, config: ModelConfig, keep: WeightFormat | None, dtype: torch.dtype, native: bool, device: torch.device
+        self,
+        config: ModelConfig,
+        keep: WeightFormat | None,
+        dtype: torch.dtype,
+        native: bool,
+        device: torch.device,
+        deterministic: bool = False,
     ) -> None:
         self.config, self.keep, self.dtype, self.native, self.device = config, keep, dtype, native, device
+        self.deterministic = deterministic
         self.specs = weight_specs(config)
         self.slots: dict[str, Slot] = {}
         self._stacks: dict[str, list[Weight]] = {}  # w13 and w2 by the layer's prefix
@@ -117,11 +125,12 @@ class WeightStore:
                 )
             blocks = (-(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
             scale = self._empty((*shape[:-2], *blocks), self._scale_dtype())
-            return Weight(self._empty(shape, torch.float8_e4m3fn), scale, rounds)
+            return Weight(self._empty(shape, torch.float8_e4m3fn), scale, rounds, self.deterministic)
         if stored == "fp4":
             scale = self._empty((*shape[:-1], shape[-1] // FP4_BLOCK), self._scale_dtype())
-            return Weight(self._empty((*shape[:-1], shape[-1] // 2), torch.int8), scale, rounds)
-        return Weight(self._empty(shape, self.dtype), None, rounds)
+            packed = self._empty((*shape[:-1], shape[-1] // 2), torch.int8)
+            return Weight(packed, scale, rounds, self.deterministic)
+        return Weight(self._empty(shape, self.dtype), None, rounds, self.deterministic)
 
     def _stored(self, kind: str) -> str:
         """The format in which a matrix is kept: "fp8", "fp4" or "plain"."""

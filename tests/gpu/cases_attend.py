@@ -15,7 +15,7 @@ ALIGNED = (
 )
 INTEGERS = (
     *("heads", "window_width", "entry_width", "window_stride", "entries_stride"),
-    *("window_list_stride", "entry_list_stride", "parts"),
+    *("window_list_stride", "entry_list_stride", "parts", "each"),
 )
 
 
@@ -61,7 +61,7 @@ def _signature(kind: str, packed: bool, constants: dict[str, Any]) -> dict[str, 
 
 
 def _join(name: str, kind: str, width: int, rotated: int) -> Case:
-    constants = {"D": width, "R": rotated, **attend.joining(1024, 16, width), "OVERLAP": False}
+    constants = {"D": width, "R": rotated, **attend.joining(1024, 16, width, deterministic=False), "OVERLAP": False}
     signature = {
         **{"p_partial": "*fp32", "p_sums": "*fp32", "p_cos": "*fp32", "p_sin": "*fp32", "p_out": f"*{kind}"},
         **{"heads": "i32", "parts": "i32"},

@@ -15,8 +15,13 @@ POINTERS = ("p_x", "p_x_scale", "p_w", "p_w_scale", "p_out", "p_sums", "p_arrive
 
 def products(chip: Chip) -> dict[str, Product]:
     """One of each kind that a serving engine on `chip` meets."""
+    codes = "codes" if chip.fp8_dot else "plain"
     rounded = {"fp8 weights, 128 rows": Product(128, 4096, 8192, 1, "codes", "fp8")} if chip.fp8_dot else {}
     return rounded | {
+        "deterministic, 8192 rows": Product(8192, 4096, 8192, 1, codes, "fp8", deterministic=True),
+        "deterministic, grouped output, 8192 rows": Product(8192, 1024, 4096, 8, "plain", "fp8", deterministic=True),
+        "deterministic, bf16 weights, 8192 rows": Product(8192, 2048, 4096, 1, "plain", "plain", deterministic=True),
+        "deterministic, bf16 weights, 16 rows": Product(16, 129280, 4096, 1, "plain", "plain", deterministic=True),
         "fp8 weights, 16 rows": Product(16, 1536, 4096, 1, "round", "fp8"),
         "fp8 weights, bf16 input, 128 rows": Product(128, 32768, 1536, 1, "plain", "fp8"),
         "grouped output, 1 row": Product(1, 1024, 4096, 8, "plain", "fp8"),

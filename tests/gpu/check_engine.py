@@ -30,6 +30,7 @@ from leadline.checkpoint.names import WeightFormat
 from leadline.checkpoint.writer import write_native
 from leadline.config import EngineConfig
 from leadline.engine.engine import Engine
+from leadline.engine.llm import Result
 from leadline.engine.memory import plan_memory
 from leadline.engine.request import Request
 from leadline.model.state import State
@@ -56,6 +57,8 @@ def main() -> None:
         "greedy tokens as on the CPU": tokens_as_on_the_cpu,
         "transformers on the GPU": lambda: as_transformers(arguments.configs),
         "any batch, any cut, any prefix": lambda: any_batch(arguments.seconds),
+        "the same bits in any batch and cut, native": lambda: same_bits("native"),
+        "the same bits in any batch and cut, exact": lambda: same_bits("exact"),
         "native numerics": native,
     }
     if arguments.minutes is not None:
@@ -193,6 +196,22 @@ def differences(alone: LLM, job: Job, request: Request, where: str) -> Iterator[
     want = alone.generate([job.prompt.tolist()], params)[0].token_ids
     if got != want[: len(got)] or (request.finish_reason != "abort" and len(got) != len(want)):
         yield f"{where}, a prompt of {len(job.prompt)}: {got} instead of {want}"
+
+
+def same_bits(numerics: str) -> Iterator[str]:
+    """With `deterministic`: log-probabilities of a request alone, to the bit, beside 39 others and in chunks of 64."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 3000) for _ in range(rng.choice((1, 3, 40, 200, 700)))] for _ in range(40)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    alone: list[Result] = []
+    for chunk in (2048, 64):
+        options = {"numerics": numerics, "chunk_tokens": chunk, "max_running": 40}
+        llm = LLM(device="cuda", deterministic=True, state_bytes=1 << 30, **options)
+        alone = alone or [llm.generate([prompt], params)[0] for prompt in prompts]
+        for number, (want, have) in enumerate(zip(alone, llm.generate(prompts, params), strict=True)):
+            if (want.logprobs, want.prompt_logprobs) != (have.logprobs, have.prompt_logprobs):
+                yield f"chunks of {chunk}: prompt {number} of {len(want.prompt_token_ids)} tokens"
+        llm.close()
 
 
 def native() -> Iterator[str]:

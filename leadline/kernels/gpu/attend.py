@@ -25,6 +25,11 @@ with 1 part and 10.8 with 2; 1 x 640 keys 39.7 / 15.1 / 12.7 with 1 / 5 / 10; 1 
 65 / 130; 16 x 640 keys 41.3 / 26.9 / 19.1 / 18.7 with 1 / 2 / 5 / 8.
 """
 MOST_SPLITS = 132
+KEYS_OF_A_PART = 1152
+"""Keys of a part where results are to be the same in every batch: what a query of V4-Pro's CSA layers reads, so that
+only HCA layers beyond 131,072 tokens are split, and prompts seldom write partial sums."""
+MOST_PARTIALS = 1 << 26
+"""Partial sums in memory at a time, in numbers (256 MB), where parts do not depend on how many tokens there are."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,14 @@ def attend(
     entries: KvPool | None,
     entry_rows: Tensor | None,
     by: Angles,
+    deterministic: bool = False,
 ) -> Tensor:
     """See `leadline.kernels.attend.attend`. `entry_rows` holds -1 only past the number of entries that a query reads.
 
     bf16 rows are multiplied in bf16 (weights are rounded to it for the product with the values), fp32 in fp32; sums
     are fp32. Over how many programs a token's keys are shared out, and so the order of its sums, follows from the
-    number of tokens in the call and from the width of the lists: see `splits`.
+    number of tokens in the call and from the width of the lists: see `splits`. If `deterministic`, a part has
+    KEYS_OF_A_PART keys, whatever else there is.
     """
     tokens, heads, width = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -104,17 +111,26 @@ def attend(
     if entries is None or entry_rows is None or entry_rows.shape[1] == 0:
         entries, entry_rows = window, window_rows[:, :0]
     window_rows, entry_rows = _lists(window_rows), _lists(entry_rows)
+    lists = (window_rows.shape[1], entry_rows.shape[1])
     constants = widths(width, 2 * by.cos.shape[1])
-    plan = _plan(q, window, entries, (window_rows.shape[1], entry_rows.shape[1]), constants["R"])
+    plan = _plan(q, window, entries, lists, constants["R"], deterministic)
     split = plan.parts > 1
+    most = MOST_PARTIALS // (plan.parts * heads * width)
+    if deterministic and split and tokens > most:
+        for i in range(0, tokens, most):
+            t = slice(i, i + most)
+            turn = Angles(by.cos[t], by.sin[t])
+            out[t] = attend(q[t], sink, window, window_rows[t], entries, entry_rows[t], turn, deterministic)
+        return out
     rows = tokens * plan.parts * heads if split else 0
     partial, sums = torch.empty(rows, width, device=q.device), torch.empty(2, rows, device=q.device)
     pools = [pool.blocks if isinstance(pool, KvRows) else pool for pool in (window, entries)]
     arguments = (
         *(q.contiguous(), sink, pools[0], window_rows, pools[1], entry_rows, by.cos, by.sin, out, partial, sums),
-        *(heads, window_rows.shape[1], entry_rows.shape[1]),
+        *(heads, *lists),
         *(tensor.stride(0) for tensor in (*pools, window_rows, entry_rows)),
         plan.parts,
+        plan.each,
     )
     packed = [isinstance(pool, KvRows) for pool in (window, entries)]
     shares = tokens * triton.cdiv(heads, plan.tile.heads) * plan.parts
@@ -131,7 +147,8 @@ def attend(
             num_stages=plan.tile.stages,
         )
     if split:
-        _launch_join(tokens, heads, plan.parts, (partial, sums, by.cos, by.sin, out), constants)
+        cut = joining(tokens * heads, plan.parts, constants["BLOCK_D"], deterministic)
+        _launch_join(tokens, heads, plan.parts, cut, (partial, sums, by.cos, by.sin, out), constants)
     return out
 
 
@@ -141,17 +158,24 @@ class _Plan:
     on_hopper: bool
     tile: Tiling
     parts: int
+    each: int
+    """Tiles of a part; 0: a token's tiles are shared out equally."""
 
 
-def _plan(q: Tensor, window: KvPool, entries: KvPool, lists: tuple[int, int], rotated: int) -> _Plan:
+def _plan(
+    q: Tensor, window: KvPool, entries: KvPool, lists: tuple[int, int], rotated: int, deterministic: bool
+) -> _Plan:
     """`lists` are the widths of the window's and the entries' lists."""
     tokens, heads, width = q.shape
     chip, operand = chip_of(q.device), _operand(q, window, entries)
     on_hopper = _suits_hopper(chip, operand, width, rotated, window, entries)
     tile = HOPPER_TILING if on_hopper else tiling(chip, heads, width, operand.primitive_bitwidth)
     tiles = sum(triton.cdiv(length, tile.keys) for length in lists)
+    if deterministic:
+        each = KEYS_OF_A_PART // tile.keys
+        return _Plan(operand, on_hopper, tile, max(1, triton.cdiv(tiles, each)), each)
     parts = splits(tokens * triton.cdiv(heads, tile.heads), tiles, processors(q.device))
-    return _Plan(operand, on_hopper, tile, parts)
+    return _Plan(operand, on_hopper, tile, parts, 0)
 
 
 def _launch_on_hopper(
@@ -172,18 +196,22 @@ def _launch_on_hopper(
     )
 
 
-def _launch_join(tokens: int, heads: int, parts: int, tensors: tuple[Tensor, ...], constants: dict[str, int]) -> None:
-    cut = joining(tokens * heads, parts, constants["BLOCK_D"])
+def _launch_join(
+    tokens: int, heads: int, parts: int, cut: dict[str, int], tensors: tuple[Tensor, ...], constants: dict[str, int]
+) -> None:
     overlap = early_start(tensors[0].device)
     grid = (tokens * heads, constants["BLOCK_D"] // cut["CHANNELS"])
     _join[grid](*tensors, heads, parts, D=constants["D"], R=constants["R"], **cut, OVERLAP=bool(overlap), **overlap)
 
 
-def joining(rows: int, parts: int, width: int) -> dict[str, int]:
+def joining(rows: int, parts: int, width: int, deterministic: bool) -> dict[str, int]:
     """How many channels and parts at a time a program joins, for `rows` tokens times heads.
 
     Small programs for one or two tokens only: 16 tokens' sums in pieces of 128 channels took 10 us more on an H200.
+    How many parts decides in which order they are added.
     """
+    if deterministic:
+        return {"CHANNELS": min(512, width), "PARTS": 8}
     channels = 128 if rows <= 128 else 512
     at_once = 8192 // channels
     return {"CHANNELS": min(channels, width), "PARTS": min(at_once, max(2, triton.next_power_of_2(parts)))}
@@ -208,7 +236,9 @@ def _lists(rows: Tensor) -> Tensor:
 
 
 @triton.jit(
-    do_not_specialize=["heads", "window_width", "entry_width", "window_list_stride", "entry_list_stride", "parts"]
+    do_not_specialize=[
+        *("heads", "window_width", "entry_width", "window_list_stride", "entry_list_stride", "parts", "each")
+    ]
 )
 def _attend(
     p_q,
@@ -230,6 +260,7 @@ def _attend(
     window_list_stride,
     entry_list_stride,
     parts,
+    each,
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -251,7 +282,8 @@ def _attend(
 
     window_tiles = tl.cdiv(window_width, KEYS)
     tiles = window_tiles + _entry_tiles(p_entry_rows, entry_width, KEYS)
-    each = tl.cdiv(tiles, parts)
+    if each == 0:
+        each = tl.cdiv(tiles, parts)
     first = i_part * each
     last = tl.minimum(first + each, tiles)
     m_head = o_head < heads
@@ -283,7 +315,8 @@ def _attend(
         tl.store(p_sums + sums + o_sum, b_total, m_head)
         tl.store(p_partial + o_sum[:, None] * D + o_channel, b_out, m_q)
     else:
-        b_out = _turned_back(b_out / b_total[:, None], p_cos + i_token * (R // 2), p_sin + i_token * (R // 2), 0, D, R)
+        b_out = (b_out * (1.0 / b_total)[:, None]).to(p_out.dtype.element_ty)
+        b_out = _turned_back(b_out, p_cos + i_token * (R // 2), p_sin + i_token * (R // 2), 0, D, R)
         tl.store(p_out + (i_token * heads + o_head[:, None]) * D + o_channel, b_out.to(p_out.dtype.element_ty), m_q)
 
 
@@ -397,15 +430,18 @@ def _expanded(b_code, b_scale, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _turned_back(b_out, p_cos, p_sin, first, D: tl.constexpr, R: tl.constexpr):
-    """Undo the rotation of the last R of D channels in [rows, channels], whose first channel is `first` (even)."""
+    """Undo the rotation of the last R of D channels in [rows, channels], whose first channel is `first` (even).
+
+    Products and sums are fused as written: left to the compiler, the choice may differ between kernels.
+    """
     ROWS: tl.constexpr = b_out.shape[0]
     PAIRS: tl.constexpr = b_out.shape[1] // 2
     o_pair = first // 2 + tl.arange(0, PAIRS) - (D - R) // 2
     m_pair = (o_pair >= 0) & (o_pair < R // 2)
-    b_cos = tl.load(p_cos + o_pair, m_pair, 1.0).to(tl.float32)
-    b_sin = tl.load(p_sin + o_pair, m_pair, 0.0).to(tl.float32)
-    b_even, b_odd = tl.split(tl.reshape(b_out, (ROWS, PAIRS, 2)))
-    b_turned = tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
+    b_cos = tl.broadcast_to(tl.load(p_cos + o_pair, m_pair, 1.0).to(tl.float32)[None, :], (ROWS, PAIRS))
+    b_sin = tl.broadcast_to(tl.load(p_sin + o_pair, m_pair, 0.0).to(tl.float32)[None, :], (ROWS, PAIRS))
+    b_even, b_odd = tl.split(tl.reshape(b_out.to(tl.float32), (ROWS, PAIRS, 2)))
+    b_turned = tl.join(tl.fma(b_even, b_cos, b_odd * b_sin), tl.fma(b_odd, b_cos, -b_even * b_sin))
     return tl.reshape(b_turned, (ROWS, 2 * PAIRS))
 
 
@@ -450,7 +486,8 @@ def _join(
         total = total * old + tl.sum(b_weight * b_total)
         b_out = b_out * old + tl.sum(b_weight[:, None] * b_partial, 0)
         top = new
-    b_out = tl.reshape(b_out / total, (1, CHANNELS))
+    # as where nothing is joined, to the bit: the same quotient, rounded before it is turned
+    b_out = tl.reshape(b_out * (1.0 / total), (1, CHANNELS)).to(p_out.dtype.element_ty)
     b_out = _turned_back(b_out, p_cos + i_token * (R // 2), p_sin + i_token * (R // 2), first, D, R)
     p_out += (i_token * heads + i_head) * D
     tl.store(p_out + o_channel, tl.reshape(b_out, (CHANNELS,)).to(p_out.dtype.element_ty), o_channel < D)

@@ -32,7 +32,7 @@ _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_m
 
 @gluon.jit(
     do_not_specialize=[
-        *("heads", "window_width", "entry_width", "window_list_stride", "entry_list_stride", "parts", "shares")
+        *("heads", "window_width", "entry_width", "window_list_stride", "entry_list_stride", "parts", "each", "shares")
     ]
 )
 def attend_on_hopper(
@@ -55,13 +55,17 @@ def attend_on_hopper(
     window_list_stride,
     entry_list_stride,
     parts,
+    each,
     shares,
     PACKED: gl.constexpr,
     SPLIT: gl.constexpr,
     BRINGERS: gl.constexpr,
     BRINGER_REGISTERS: gl.constexpr,
 ):
-    """`shares` pieces of work: one per token, 64 heads and part (of `parts`) of the token's keys."""
+    """`shares` pieces of work: one per token, 64 heads and part (of `parts`) of the token's keys.
+
+    A part is `each` tiles, or an equal share of the token's if that is 0.
+    """
     gdc_wait()
     gdc_launch_dependents()
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -79,7 +83,7 @@ def attend_on_hopper(
     fence_async_shared()
 
     work = (
-        shares, parts, heads,
+        shares, parts, heads, each,
         p_window_rows, window_list_stride, window_width, p_entry_rows, entry_list_stride, entry_width,
     )  # fmt: skip
     stages = (s_key, s_bias, full, empty)
@@ -100,13 +104,13 @@ def attend_on_hopper(
 @gluon.jit
 def _share(work, share):
     """Which piece of work is number `share`: token, part, first head, and tiles first .. last - 1 of its lists."""
-    _, parts, heads, _, _, window_width, p_entry_rows, entry_list_stride, entry_width = work
+    _, parts, heads, each, _, _, window_width, p_entry_rows, entry_list_stride, entry_width = work
     blocks = gl.cdiv(heads, 64)
     i_token = (share // (blocks * parts)).to(gl.int64)
     i_part = share // blocks % parts
     window_tiles = gl.cdiv(window_width, 64)
     tiles = window_tiles + _entry_tiles(p_entry_rows + i_token * entry_list_stride, entry_width)
-    each = gl.cdiv(tiles, parts)
+    each = gl.where(each > 0, each, gl.cdiv(tiles, parts))
     first = gl.minimum(i_part * each, tiles)
     return i_token, i_part, share % blocks * 64, window_tiles, first, gl.minimum(first + each, tiles)
 
@@ -232,7 +236,9 @@ def _store_out(s_out, p_out, p_cos, p_sin, heads):
     o_pair = gl.arange(0, 64, gl.SliceLayout(0, b_even.type.layout)) - 32
     b_cos = gl.load(p_cos + o_pair, o_pair >= 0, 1.0).to(gl.float32)[None, :]
     b_sin = gl.load(p_sin + o_pair, o_pair >= 0, 0.0).to(gl.float32)[None, :]
-    b_turned = gl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
+    b_cos, b_even = gl.broadcast(b_cos, b_even)
+    b_sin, b_odd = gl.broadcast(b_sin, b_odd)
+    b_turned = gl.join(gl.fma(b_even, b_cos, b_odd * b_sin), gl.fma(b_odd, b_cos, -b_even * b_sin))
     b_turned = gl.convert_layout(gl.reshape(b_turned, [64, 128]), LAYOUT)
     gl.store(p_part + 384, b_turned.to(gl.bfloat16), m_head)
 
@@ -240,7 +246,7 @@ def _store_out(s_out, p_out, p_cos, p_sin, heads):
 @gluon.jit
 def _rows(work, i_token, window_tiles, tile, last, LAYOUT: gl.constexpr):
     """Row numbers of a tile's 64 keys; -1 for a tile from `last` on."""
-    _, _, _, p_window_rows, window_list_stride, window_width, p_entry_rows, entry_list_stride, entry_width = work
+    _, _, _, _, p_window_rows, window_list_stride, window_width, p_entry_rows, entry_list_stride, entry_width = work
     in_window = tile < window_tiles
     p_rows = gl.where(in_window, p_window_rows, p_entry_rows)
     p_rows += i_token * gl.where(in_window, window_list_stride, entry_list_stride)

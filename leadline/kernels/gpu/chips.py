@@ -22,6 +22,14 @@ class Chip:
     fp8_type: bool
     fp8_dot: bool
 
+    @property
+    def ordered(self) -> bool:
+        """Whether a product's sums run in one order in tiles of every size.
+
+        AMD's matrix instructions take 4, 8 or 16 columns at a time, by the size of the tile.
+        """
+        return self.backend == "cuda"
+
 
 KB = 1024
 CHIPS = {

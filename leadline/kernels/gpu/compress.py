@@ -22,6 +22,7 @@ from leadline.kernels.gpu.rows import (
 )
 from leadline.kernels.gpu.store import finish_kv_row
 from leadline.kernels.packed import IndexPool, KvPool
+from leadline.kernels.project import row_product
 from leadline.kernels.rope import Angles
 
 CLOSE_WARPS = 2
@@ -223,7 +224,9 @@ def gate_rows(x: Tensor, gating: Gating, out: Tensor) -> None:
     `out` must be contiguous.
     """
     if x.dtype == torch.bfloat16 and gating.matrix.dtype == torch.bfloat16:
-        wide_product(x, gating.matrix, out)
+        wide_product(x, gating.matrix, out, gating.deterministic)
+    elif gating.deterministic:
+        out.copy_(row_product(x.float(), gating.matrix.float(), deterministic=True))
     else:
         torch.mm(x.float(), gating.matrix.float().T, out=out)
 

@@ -53,7 +53,7 @@ def _routed_outputs(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2:
     if w13.form == "arranged":
         return arranged_outputs(x, chosen, weights, w13, w2, limit, None)
     active, experts = chosen.shape[1], len(w13.data)
-    blocks = blocks_for(chip_of(x.device), x.dtype, chosen.numel(), experts)
+    blocks = blocks_for(chip_of(x.device), x.dtype, chosen.numel(), experts, w13.deterministic)
     tiles = tiles_by_expert(chosen, experts, blocks.tokens)
     hidden = gate_up(_input(x, w13), weights, w13, tiles, active, limit, blocks)
     return down(_input(hidden, w2), w2, tiles, blocks)

@@ -45,9 +45,13 @@ def shape_for(tokens: int, active: int, experts: int, columns: int) -> Shape:
 
 
 def fits_beside(tokens: int, w13: Weight, w2: Weight, shared_w13: Weight, shared_w2: Weight) -> bool:
-    """Whether the shared expert's products can be programs of the launches of the stacks `w13` and `w2`."""
+    """Whether the shared expert's products can be programs of the launches of the stacks `w13` and `w2`.
+
+    Deterministic ones never: more tokens take `project`, whose sums run in another order.
+    """
     both = ((w13, shared_w13), (w2, shared_w2))
-    return tokens <= MOST_SHARED_TOKENS and all(_alike(stack, shared) for stack, shared in both)
+    suits = tokens <= MOST_SHARED_TOKENS and not shared_w13.deterministic
+    return suits and all(_alike(stack, shared) for stack, shared in both)
 
 
 def _alike(stack: Weight, shared: Weight) -> bool:

@@ -25,16 +25,20 @@ class Blocks:
     stages: int
 
 
-def blocks_for(chip: Chip, dtype: torch.dtype, pairs: int, experts: int) -> Blocks:
-    """The blocks for `pairs` of tokens and experts, from what a chip can do and from how many an expert gets."""
+def blocks_for(chip: Chip, dtype: torch.dtype, pairs: int, experts: int, deterministic: bool = False) -> Blocks:
+    """The blocks for `pairs` of tokens and experts, from what a chip can do and from how many an expert gets.
+
+    Columns in a step decide in which order fp4's products are added, so if `deterministic` they are always as many.
+    """
     mean = pairs / experts
     if dtype == torch.float32:
         return Blocks(32, 16 if mean <= 16 else 32, 32, 4, 2)
     stages = 3 if chip.shared_bytes > 160 * 1024 else 2
+    columns = 64 if deterministic else 128
     if mean <= 12:
-        return Blocks(64, 16, 128, 4, stages)
+        return Blocks(64, 16, columns, 4, stages)
     if mean <= 48:
-        return Blocks(64, 32, 128, 4, stages)
+        return Blocks(64, 32, columns, 4, stages)
     return Blocks(64, 64, 64, 4, stages)
 
 

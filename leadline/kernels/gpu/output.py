@@ -12,7 +12,7 @@ from leadline.kernels.project import Weight
 def grouped_output(heads: Tensor, weight: Weight, groups: int) -> Tensor:
     """See `leadline.kernels.output.grouped_output`; `heads` is bf16."""
     x = heads.flatten(1)
-    if len(x) <= MOST_TOKENS:
+    if len(x) <= MOST_TOKENS or weight.deterministic:
         return multiply(Input(x, None, "plain"), weight, groups, x.dtype)
     factors = expanded(weight).unflatten(0, (groups, -1))
     out = torch.empty(len(x), *factors.shape[:2], dtype=x.dtype, device=x.device)

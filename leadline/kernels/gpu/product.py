@@ -108,6 +108,7 @@ def product_kernel(
     block_in: tl.constexpr,
     groups: tl.constexpr,
     splits: tl.constexpr,
+    alone: tl.constexpr,
     early: tl.constexpr,
 ):
     """`x` [T, groups * columns] and `w` [groups * rows, columns] -> `out` [T, groups * rows].
@@ -116,7 +117,8 @@ def product_kernel(
     stride a multiple of `block_tokens`).
     `weight`: "plain", "fp8" or "fp4". `operand`: the type in which tiles meet. `unpack`: how e4m3 bytes become it,
     by "type" (the chip has it), "asm" or "bits". `one_scale`: a tile of rows lies in one block of weight scales.
-    The last program of a tile to finish adds up the sums [splits, T, rows] of all its splits, in their order.
+    The last program of a tile to finish adds up the sums [splits, T, rows] of all its splits, in their order; `alone`,
+    a program makes them all and adds each when it is complete.
     """
     i_tile, i_split, i_tokens = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = tl.cdiv(rows, block_rows)
@@ -130,7 +132,7 @@ def product_kernel(
     o_x = o_token.to(tl.int64) * x_stride + i_group * columns
     blocks = tl.cdiv(columns, block_in)
     start = i_split * steps
-    stop = tl.minimum(start + steps, blocks)
+    stop = blocks if alone else tl.minimum(start + steps, blocks)
     o_in = tl.arange(0, block_in)
     o_scale_row = first_row // 128 if one_scale else o_row // 128
     m_scale_row = True if one_scale else m_row
@@ -139,6 +141,8 @@ def product_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_sum = tl.zeros([block_rows, block_tokens], tl.float32)
+    if alone:
+        b_total = tl.zeros([block_rows, block_tokens], tl.float32)
     if weight == "fp8":
         b_w_next = tl.load(p_w_scale + o_scale_row * w_scale_stride + start, m_scale_row, other=0)
     if input == "codes":
@@ -200,11 +204,17 @@ def product_kernel(
                 b_sum += b_product * b_w_scale[:, None]
         else:
             b_sum += b_product
+        if alone:  # noqa: SIM102, Triton evaluates both sides of an `and`
+            if (i_block + 1) % steps == 0:
+                b_total += b_sum
+                b_sum = tl.zeros([block_rows, block_tokens], tl.float32)
 
+    if alone:
+        b_sum = b_total + b_sum
     all_rows = (rows * groups).to(tl.int64)
     o_out = o_token[None, :] * all_rows + o_row[:, None]
     m_out = m_row[:, None] & m_token[None, :]
-    if splits == 1:
+    if splits == 1 or alone:
         tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), m_out)
     else:
         split_stride = all_rows * tokens

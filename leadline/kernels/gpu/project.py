@@ -44,18 +44,20 @@ class Input(NamedTuple):
 
 
 def project(x: Tensor, weight: Weight) -> Tensor:
-    """See `leadline.kernels.project.project`; `x` is bf16. More than MOST_TOKENS rows are a library's work."""
-    if len(x) <= MOST_TOKENS:
+    """See `leadline.kernels.project.project`; `x` is bf16. More than MOST_TOKENS rows are a library's work, unless
+    the weight is deterministic: libraries choose by size."""
+    if len(x) <= MOST_TOKENS or weight.deterministic:
         return multiply(taken(x, weight), weight, 1, x.dtype)
     if weight.round_input and has_block_scaled_product(weight):
         return block_scaled_product(x, weight)
     return F.linear(round_rows(x) if weight.round_input else x, expanded(weight))
 
 
-def wide_product(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+def wide_product(x: Tensor, matrix: Tensor, out: Tensor | None = None, deterministic: bool = False) -> Tensor:
     """See `leadline.kernels.project.wide_product`; both are bf16. Into `out` if given: contiguous fp32."""
-    if len(x) <= WIDE_TOKENS:
-        return multiply(Input(x, None, "plain"), Weight(matrix), 1, torch.float32, out=out)
+    if len(x) <= WIDE_TOKENS or deterministic:
+        weight = Weight(matrix, deterministic=deterministic)
+        return multiply(Input(x, None, "plain"), weight, 1, torch.float32, out=out)
     return torch.mm(x, matrix.T, out_dtype=torch.float32, out=out)
 
 
@@ -105,7 +107,8 @@ def multiply(
     `out`, contiguous and of that dtype, if given.
     """
     device, tokens, all_rows = x.values.device, len(x.values), weight.data.shape[-2]
-    product = Product(tokens, all_rows // groups, x.values.shape[1] // groups, groups, x.form, weight.form)
+    columns = x.values.shape[1] // groups
+    product = Product(tokens, all_rows // groups, columns, groups, x.form, weight.form, weight.deterministic)
     if out is None:
         out = torch.empty(tokens, all_rows, dtype=dtype, device=device)
     assert out.is_contiguous() and out.dtype == dtype
@@ -127,7 +130,7 @@ def _launch(x: Input, weight: Weight, product: Product, plan: Plan, chip: Chip, 
     seen = {"asm": torch.int16, "bits": torch.uint8}.get(str(fixed["unpack"]))
     scale = out if weight.scale is None else weight.scale.view(torch.uint8) if e8m0 else weight.scale
     tiles = product.groups * triton.cdiv(product.rows, plan.block_rows)
-    product_kernel[tiles, plan.splits, triton.cdiv(product.tokens, plan.block_tokens)](
+    product_kernel[tiles, 1 if plan.alone else plan.splits, triton.cdiv(product.tokens, plan.block_tokens)](
         x.values,
         x.values if x.scales is None else x.scales,
         weight.data if seen is None else weight.data.view(seen),
@@ -182,8 +185,10 @@ def _launch_hopper(x: Tensor, weight: Weight, product: Product, plan: Plan, out:
 
 
 def _sums(plan: Plan, out: Tensor) -> Tensor:
-    """Scratch for the sums of every split."""
-    return out if plan.splits == 1 else torch.empty(plan.splits, *out.shape, dtype=torch.float32, device=out.device)
+    """Scratch for the sums of every split that is a program's own."""
+    if plan.splits == 1 or plan.alone:
+        return out
+    return torch.empty(plan.splits, *out.shape, dtype=torch.float32, device=out.device)
 
 
 def arrivals(device: torch.device) -> Tensor:
