@@ -53,15 +53,18 @@ GRAMMAR = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pat
 
 @dataclass(frozen=True)
 class Lap:
-    """How many tokens were run in how many seconds of steps, and what the idle engine holds and says afterwards."""
+    """Tokens and steps that were run, in how many seconds, and what the idle engine holds and says afterwards."""
 
     tokens: int
+    steps: int
     seconds: float
     allocated: int
     reserved: int
     pages: int
     slots: int
     probe: list[int]
+    probe_seconds: float
+    """The same work in every lap, with nothing beside it."""
 
 
 def build(options: argparse.Namespace) -> tuple[Engine, Callable[[], None]]:
@@ -201,14 +204,18 @@ def run_lap(engine: Engine, load: Load, until: float, refit: Callable[[], None])
     load.problems += engine.problems()
     idle = engine.stats()
     allocated, reserved = held(engine)
+    begun = time.monotonic()
+    said = probe(engine)
     return Lap(
         after.tokens_run - before.tokens_run,
+        after.steps - before.steps,
         after.busy_seconds - before.busy_seconds,
         allocated,
         reserved,
         idle.pages_used,
         idle.slots_used,
-        probe(engine),
+        said,
+        time.monotonic() - begun,
     )
 
 
@@ -276,7 +283,9 @@ def main() -> int:
     for number in range(1, LAPS + 1):
         laps.append(run_lap(engine, load, begun + (end - begun) * number / LAPS, refit))
         last = laps[-1]
-        print(f"{rate([last]):,.0f} tokens/s; in use {last.allocated:,} B, taken {last.reserved:,} B", flush=True)
+        speed = f"{rate([last]):,.0f} tokens/s, {last.seconds / max(1, last.steps) * 1e3:.2f} ms a step"
+        alone = f"the probe alone {last.probe_seconds * 1e3:.0f} ms"
+        print(f"{speed}, {alone}; in use {last.allocated:,} B, taken {last.reserved:,} B", flush=True)
     problems = list(dict.fromkeys(load.problems + verdict(laps, engine.runner.device.type == "cuda")))
     print(summary(engine, load, laps, problems))
     engine.close()
