@@ -87,7 +87,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "width", "rotated", "window", "widest"),
-    [(3, 8, 64, 16, 32, 90), (1, 3, 128, 32, 5, 0), (2, 20, 32, 8, 33, 17), (4, 1, 192, 64, 1, 1)],
+    [(3, 8, 128, 32, 16, 90), (1, 3, 128, 32, 5, 0), (2, 20, 32, 8, 33, 17), (4, 1, 192, 64, 1, 1)],
     ids=["tiny", "window only", "odd", "one row each"],
 )
 def test_the_kernel_computes_the_definition(form, tokens, heads, width, rotated, window, widest):
