@@ -474,7 +474,7 @@ class EngineConfig:
     """Whether the next step is planned while one runs. None: on a GPU."""
     deterministic: bool = False
     """Whether on a GPU, as on a CPU always, a token's result has the same bits whatever else is in its step and however
-    its prompt was cut. Costs speed, most of it in prompts: see docs/performance.md."""
+    its prompt was cut. NVIDIA and bf16 only; costs speed, most of it in prompts: see docs/performance.md."""
     seed: int = 0
     """Where the seeds of requests without one come from."""
 

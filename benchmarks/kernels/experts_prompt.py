@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.experts import ACTIVE, EXPERTS, HIDDEN, LIMIT, WIDTH, exact, stack
 from benchmarks.kernels.timing import attempt, check, table, time_us
-from leadline.kernels import experts as definition
 from leadline.kernels.gpu import experts_prompt_product
 from leadline.kernels.gpu.experts_arrange import arrange_stacks
 from leadline.kernels.gpu.experts_fp4 import arranged_outputs
@@ -18,16 +18,7 @@ from leadline.kernels.gpu.experts_tiles import tiles_by_expert
 from leadline.kernels.gpu.quantize import quantize_rows
 from leadline.kernels.project import Weight
 
-HIDDEN, WIDTH, EXPERTS, ACTIVE, LIMIT = 4096, 2048, 256, 6, 10.0
 TILE = experts_prompt_product.WIDTH.value
-
-
-def stack(rows: int, columns: int) -> Weight:
-    """A random packed stack in checkpoint order, whose products are of about unit size."""
-    data = torch.randint(-128, 128, (EXPERTS, rows, columns // 2), dtype=torch.int8, device="cuda")
-    middle = 127 - round(0.5 * torch.tensor(columns * 9.0).log2().item())
-    scale = torch.randint(middle - 1, middle + 2, (EXPERTS, rows, columns // 32), dtype=torch.uint8, device="cuda")
-    return Weight(data, scale.view(torch.float8_e8m0fnu), True)
 
 
 def arranged(weight: Weight) -> Weight:
@@ -45,19 +36,6 @@ def batch(tokens: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (torch.rand(tokens, EXPERTS, device="cuda") + liking).topk(ACTIVE).indices
     weights = torch.rand(tokens, ACTIVE, device="cuda")
     return x, chosen, weights / weights.sum(1, keepdim=True) * 1.5
-
-
-def exact(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight) -> Tensor:
-    """The definition in fp64, but with the rounding of hidden rows to bf16 and fp8 as native numerics do it."""
-    out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
-    x = definition.round_input(x, w13).double()
-    for expert in chosen[chosen >= 0].unique().tolist():
-        token, rank = (chosen == expert).nonzero(as_tuple=True)
-        both = (x[token] @ w13.expert(expert).dense(torch.float64).T).bfloat16()
-        hidden = (definition.clamped_swiglu(both, LIMIT) * weights[token, rank, None]).bfloat16()
-        hidden = definition.round_input(hidden, w2).double()
-        out[token] += hidden @ w2.expert(expert).dense(torch.float64).T
-    return out
 
 
 def few_outputs(x: Tensor, chosen: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:

@@ -213,7 +213,7 @@ def assert_tiles(tiles: Tiles, chosen, count, width, multiple=1):
         assert (flat[placed[-1]] == expert).all()
         end = first + size
     assert torch.equal(torch.cat(placed), wanted)
-    assert end <= tiles.places == len(tiles.order) and tiles.places % multiple == 0 and tiles.pairs == len(flat)
+    assert end <= tiles.places and tiles.places % multiple == 0 and tiles.pairs == len(flat)
     sizes = tiles.records[2].cpu()
     assert (sizes[:-1] >= 0).all() and (sizes.nonzero().flatten() == torch.arange((sizes > 0).sum())).all()
     needed = sum(-(-n // width) for n in torch.bincount(flat[flat >= 0], minlength=count).tolist())

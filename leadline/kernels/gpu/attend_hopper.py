@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from leadline.kernels.gpu.gluon_names import copy_async, reinterpret
+
 PLAIN_BRINGERS = (4, 104)
 PACKED_BRINGERS = (4, 136)
 """Warps that bring keys, and registers of a thread of theirs; the eight that multiply get what is left: 200 and 176.
@@ -24,10 +26,6 @@ PACKED_BRINGERS = (4, 136)
 By what ptxas spills: nothing in either loop of plain rows, and in those of packed rows a handful with 136, more with
 less or with more. Eight bringing warps do not fit beside accumulators of 128 registers.
 """
-
-# Names that changed after Triton 3.6: what they were then stands last.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit(
@@ -275,7 +273,7 @@ def _bring_plain(work, stages, p_window, window_stride, p_entries, entries_strid
             stride = gl.where(tile < window_tiles, window_stride, entries_stride)
             p_key = p_pool + (b_row.to(gl.int64) * stride)[:, None] + o_channel
             mbarrier.wait(empty.index(stage), ((used >> 1) & 1) ^ 1)
-            _copy(s_key.index(stage), p_key, (b_row >= 0)[:, None])
+            copy_async(s_key.index(stage), p_key, (b_row >= 0)[:, None])
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             s_bias.index(stage).store(gl.where(b_flat >= 0, 0.0, float("-inf")))
             mbarrier.arrive(full.index(stage), count=1)
@@ -315,10 +313,10 @@ def _bring_packed(work, stages, p_window, window_stride, p_entries, entries_stri
             p_tail = p_row.to(gl.pointer_type(gl.bfloat16), bitcast=True)[:, None] + o_tail
             mbarrier.wait(empty.index(stage), ((used >> 1) & 1) ^ 1)
             s_tile = s_key.index(stage)
-            _copy(s_tile.slice(448, 64, dim=1), p_tail, (b_row >= 0)[:, None])
+            copy_async(s_tile.slice(448, 64, dim=1), p_tail, (b_row >= 0)[:, None])
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             s_bias.index(stage).store(gl.where(b_flat >= 0, 0.0, float("-inf")))
-            s_words = _view(s_tile, gl.int32, [64, 256], WORDS)
+            s_words = reinterpret(s_tile, gl.int32, [64, 256], WORDS)
             in_window = tile + 1 < window_tiles
             _store_codes(s_words, b_code_4, b_scale_4, 0, 4)
             b_code_4, b_scale_4 = _load_codes(pools, in_window, b_4, 0, 4)

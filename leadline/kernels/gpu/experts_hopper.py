@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from leadline.kernels.gpu.experts_unpack import row_words_layout, unpack, words_layout
+from leadline.kernels.gpu.gluon_names import barrier, copy_async
 
 UNIT = gl.constexpr(128)
 """Columns that share a scale of the activations, and that one matrix product of the inner loop takes."""
@@ -26,9 +27,6 @@ UNIT_WORDS = gl.constexpr(1024)
 """Words of 64 rows of a unit."""
 PARTS = gl.constexpr(4)
 """Programs whose hidden values, 32 each, share a scale."""
-
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name in Triton 3.6
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit

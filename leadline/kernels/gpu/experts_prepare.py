@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from leadline.formats import FP8_BLOCK
-from leadline.kernels.gpu.bits import float_to_e4m3, fp8_scale
 from leadline.kernels.gpu.chips import chip_of
 from leadline.kernels.gpu.experts_tiles import Tiles, empty_tiles, place_pairs
 from leadline.kernels.gpu.overlap import early_start
-from leadline.kernels.gpu.quantize import BLOCKS_PER_PROGRAM, inverse
+from leadline.kernels.gpu.quantize import BLOCKS_PER_PROGRAM, as_fp8
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ def _round(
     m_block = i_token < tokens
     o_x = i_token[:, None] * columns + i_part[:, None] * block + tl.arange(0, block)[None, :]
     b_x = tl.load(p_x + o_x, m_block[:, None], other=0.0).to(tl.float32)
-    b_scale = fp8_scale(tl.max(tl.abs(b_x), 1))
-    b_x *= inverse(b_scale)[:, None]
-    tl.store(p_codes + o_x, b_x.to(tl.float8e4nv) if fp8_type else float_to_e4m3(b_x), m_block[:, None])
+    b_code, b_scale = as_fp8(b_x, fp8_type)
+    tl.store(p_codes + o_x, b_code, m_block[:, None])
     tl.store(p_scales + i_part * tokens + i_token, b_scale, m_block)

@@ -13,11 +13,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from leadline.kernels.gpu.bits import float_to_e4m3, fp8_scale
 from leadline.kernels.gpu.chips import chip_of
 from leadline.kernels.gpu.experts_prompt_product import WIDTH, prompt_product
 from leadline.kernels.gpu.experts_tiles import Tiles, tiles_by_expert
-from leadline.kernels.gpu.quantize import inverse, quantize_rows
+from leadline.kernels.gpu.quantize import as_fp8, quantize_rows
 from leadline.kernels.project import Weight
 
 SLOTS = 4
@@ -86,9 +85,7 @@ def _gather_rounded(
     o_column = o_block[:, None] * 128 + tl.arange(0, 128)[None, :]
     m_column = o_column < columns
     b_x = tl.load(p_x + i_token * columns + o_column, mask=m_column, other=0.0).to(tl.float32)
-    b_scale = fp8_scale(tl.max(tl.abs(b_x), 1))
-    b_x = b_x * inverse(b_scale)[:, None]
-    b_code = b_x.to(tl.float8e4nv) if fp8_type else float_to_e4m3(b_x)
+    b_code, b_scale = as_fp8(b_x, fp8_type)
     tl.store(p_codes + i_place * columns + o_column, b_code, mask=m_column)
     tl.store(p_scales + o_block * places + i_place, b_scale, mask=o_block * 128 < columns)
 

@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from leadline.kernels.gpu.experts_unpack import row_words_layout, unpack
+from leadline.kernels.gpu.gluon_names import copy_box
 
 UNIT = gl.constexpr(128)
 """Columns that share a scale of the activations, and that one step of the inner loop takes."""
@@ -34,8 +34,6 @@ CHUNKS = gl.constexpr(4)
 """Chunks of the widest tile."""
 FOLDED = gl.constexpr(32)
 """Words of 64 rows of a unit as the copy engine takes them: 32 times 32, 4,096 bytes."""
-
-copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name in Triton 3.6
 
 
 @gluon.constexpr_function

@@ -25,10 +25,14 @@ class Tiles:
     """
 
     pairs: int
-    places: int
     most: int
     order: Tensor
     records: Tensor
+
+    @property
+    def places(self) -> int:
+        """How many places there are."""
+        return len(self.order)
 
 
 def most_tiles(pairs: int, experts: int, width: int) -> int:
@@ -86,7 +90,7 @@ def empty_tiles(chosen: Tensor, experts: int, width: int, multiple: int = 1) -> 
         counts = torch.empty(blocks, b_experts, dtype=torch.int32, device=chosen.device)
         _count[(blocks,)](chosen, counts, pairs, PAIRS_PER_PROGRAM, b_experts)
         placing = Placing(blocks, PAIRS_PER_PROGRAM, b_experts, 0, counts)
-    return Tiles(pairs, places, most, order, records), placing
+    return Tiles(pairs, most, order, records), placing
 
 
 @triton.jit

@@ -17,11 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from leadline.kernels.gpu.gluon_names import barrier, copy_async
+
 BLOCK = gl.constexpr(128)
 """Columns that share their scales, and that one turn of the loop takes."""
-
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name in Triton 3.6
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit

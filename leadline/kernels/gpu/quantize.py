@@ -21,6 +21,14 @@ def inverse(power_of_two):
 
 
 @triton.jit
+def as_fp8(b_x, fp8_type: tl.constexpr):
+    """fp32 [blocks, 128] -> e4m3 (its bytes without `fp8_type`) and each block's scale: `formats.fp8_quantize_rows`."""
+    b_scale = fp8_scale(tl.max(tl.abs(b_x), 1))
+    b_x = b_x * inverse(b_scale)[:, None]
+    return b_x.to(tl.float8e4nv) if fp8_type else float_to_e4m3(b_x), b_scale
+
+
+@triton.jit
 def quantize_kernel(
     p_x,
     p_codes,
@@ -45,12 +53,12 @@ def quantize_kernel(
     mask = (i_token[:, None] < tokens) & (o_column < columns)
     o_x = i_token[:, None] * columns + o_column
     b_x = tl.load(p_x + o_x, mask, other=0.0).to(tl.float32)
-    b_scale = fp8_scale(tl.max(tl.abs(b_x), 1))
-    b_x = b_x * inverse(b_scale)[:, None]
     if round_only:
-        tl.store(p_codes + o_x, round_e4m3(b_x) * b_scale[:, None], mask)
+        b_scale = fp8_scale(tl.max(tl.abs(b_x), 1))
+        tl.store(p_codes + o_x, round_e4m3(b_x * inverse(b_scale)[:, None]) * b_scale[:, None], mask)
     else:
-        tl.store(p_codes + o_x, b_x.to(tl.float8e4nv) if fp8_type else float_to_e4m3(b_x), mask)
+        b_code, b_scale = as_fp8(b_x, fp8_type)
+        tl.store(p_codes + o_x, b_code, mask)
         tl.store(p_scales + i_part * scale_stride + i_token, b_scale, i_token < tokens)
 
 
