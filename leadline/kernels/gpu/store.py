@@ -110,19 +110,13 @@ def store_kernel(
 
 def store(kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int) -> None:
     """As the definition: `kv` [T, D] bf16 or fp32, channels contiguous."""
-    _launch(kv[:0, None], kv, norm, by, eps, native, pool, first_row)
+    query_and_store(kv[:0, None], kv, norm, by, eps, native, pool, first_row)
 
 
 def query_and_store(
     q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
 ) -> Tensor:
     """As the definition: both in one launch."""
-    return _launch(q, kv, norm, by, eps, native, pool, first_row)
-
-
-def _launch(
-    q: Tensor, kv: Tensor, norm: Tensor, by: Angles, eps: float, native: bool, pool: KvPool, first_row: int
-) -> Tensor:
     tokens, width = kv.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
