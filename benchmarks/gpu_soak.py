@@ -36,6 +36,7 @@ from leadline.engine.loading import BUILT_IN, build_engine, read_tokenizer
 from leadline.engine.random_weights import RandomWeights, fill_random, geometry, official_format
 from leadline.engine.request import Request
 from leadline.engine.sampling import SamplingParams
+from leadline.engine.start import Start
 from leadline.model.weights import WeightStore
 
 LAPS = 10
@@ -86,12 +87,12 @@ def build(options: argparse.Namespace) -> tuple[Engine, Callable[[], None]]:
         model = geometry(options.random_weights, options.layers)
         put = functools.partial(fill_random, seed=0)
         store = functools.partial(RandomWeights, model.num_hidden_layers)
-        engine = build_engine(model, config, official_format(model), store, fill, None, progress=False)
+        engine = build_engine(model, config, official_format(model), store, fill, None, Start(progress=False))
     else:
         model, checkpoint = ModelConfig.from_folder(BUILT_IN), Checkpoint(BUILT_IN)
         put = functools.partial(_load, model, checkpoint)
         tokenizer = read_tokenizer(BUILT_IN, model)
-        engine = build_engine(model, config, checkpoint.format, WeightStore, fill, tokenizer, progress=False)
+        engine = build_engine(model, config, checkpoint.format, WeightStore, fill, tokenizer, Start(progress=False))
 
     def refit() -> None:
         with stores[0].filling():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leadline.engine.engine import Engine, Update
 from leadline.engine.sampling import SamplingParams
+from leadline.engine.start import Start
 from leadline.engine.warmup import warm_up
 from leadline.model.batch import Batch
 from leadline.model.state import State
@@ -161,18 +162,36 @@ def test_stats_count_what_happened(built: Engine) -> None:
     assert stats.pages_used == stats.pages_reusable == 2 and stats.running == 0
 
 
-def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
-    built = engine(KIND, 30, 12, max_running=5, chunk_tokens=40)
+def watched(built: Engine) -> tuple[list[int], list[int]]:
+    """Of each step that will run: its tokens, and the longest context."""
     sizes: list[int] = []
+    ends: list[int] = []
     forward = built.runner.forward
 
     def counted(batch: Batch, state: State) -> Tensor:
         sizes.append(len(batch.ids))
+        ends.append(int(batch.positions.max()) + 1)
         return forward(batch, state)
 
     built.runner.forward = counted
-    warm_up(built, progress=False)
+    return sizes, ends
+
+
+def test_a_warm_up_without_reused_prefixes_runs_no_long_prompt() -> None:
+    built = engine(KIND, 30, 12, max_running=5, chunk_tokens=40, prefix_cache=False)
+    _, ends = watched(built)
+    warm_up(built, Start(progress=False))
+    assert max(ends) == 41
+
+
+def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
+    built = engine(KIND, 30, 12, max_running=5, chunk_tokens=40)
+    sizes, ends = watched(built)
+    warm_up(built, Start(progress=False))
     assert {1, 2, 4, 8, 16, 32, 40} <= set(sizes)
+    most = min(built.max_context - 2, 30 * 128 - 2)
+    assert {80, 160, 320, 640, most} <= set(ends) and max(ends) == most + 1
+    assert sum(sizes) < 9 * (40 + 128) + 200, "early tokens of long prompts are not run"
     stats = built.stats()
     assert not built.busy and not built.problems()
     assert (stats.pages_used, stats.pages_reusable, stats.slots_used) == (0, 0, 0)

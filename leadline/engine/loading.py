@@ -15,6 +15,7 @@ from leadline.checkpoint.reader import Checkpoint
 from leadline.config import EngineConfig, ModelConfig
 from leadline.engine.engine import Engine
 from leadline.engine.memory import plan_memory
+from leadline.engine.start import Start
 from leadline.engine.warmup import warm_up
 from leadline.model.state import State, keeps_packed
 from leadline.model.transformer import Transformer
@@ -43,16 +44,18 @@ def model_folder(model: str | None) -> Path:
 
 def load_engine(config: EngineConfig, progress: bool) -> Engine:
     """Load a model into an engine. Nothing is allocated before config and file headers have been checked."""
+    start = Start(progress)
     folder = model_folder(config.model)
     model = ModelConfig.from_folder(folder)
     checkpoint = Checkpoint(folder)
     checkpoint.validate(model)
     tokenizer = read_tokenizer(folder, model)
+    start.done("checking files")
 
     def fill(weights: WeightStore) -> None:
         _load_weights(model, weights, checkpoint, progress)
 
-    return build_engine(model, config, checkpoint.format, WeightStore, fill, tokenizer, progress)
+    return build_engine(model, config, checkpoint.format, WeightStore, fill, tokenizer, start)
 
 
 def build_engine(
@@ -62,9 +65,12 @@ def build_engine(
     store: Callable[..., WeightStore],
     fill: Callable[[WeightStore], None],
     tokenizer: Tokenizer | None,
-    progress: bool,
+    start: Start,
 ) -> Engine:
-    """An engine whose weights `store` allocates, in the `stored` formats where they are kept, and `fill` fills."""
+    """An engine whose weights `store` allocates, in the `stored` formats where they are kept, and `fill` fills.
+
+    On a GPU it has been warmed, and if progress is shown, the end says where the time went.
+    """
     device = torch.device(resolve_device(config.device))
     dtype = activation_dtype(config.dtype, device)
     if config.deterministic:
@@ -76,15 +82,19 @@ def build_engine(
     transformer = Transformer(model, weights)
     # Weights have their memory, still uninitialised: what does not fit is said before any of them is read.
     memory = plan_memory(model, config, dtype, packed, free_bytes(device))
+    start.done("memory of weights")
     with weights.filling():
         fill(weights)
+        start.done("weights")
+    start.done("arranging experts")
     state = State(model, memory.size, dtype, device, packed)
     # What is alive now stays: without this a full collection walks it every few steps, 85 ms at 1,024 requests.
     gc.collect()
     gc.freeze()
     engine = Engine(transformer.forward, model, config, memory, state, tokenizer)
+    start.done("state")
     if device.type == "cuda":
-        warm_up(engine, progress)
+        warm_up(engine, start)
     return engine
 
 

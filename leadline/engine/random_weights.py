@@ -16,6 +16,7 @@ from leadline.checkpoint.names import WeightFormat
 from leadline.config import EngineConfig, ModelConfig, Ratio
 from leadline.engine.engine import Engine
 from leadline.engine.loading import BUILT_IN, build_engine
+from leadline.engine.start import Start
 from leadline.formats import E2M1_VALUES
 from leadline.kernels.project import Weight
 from leadline.model.weights import WeightStore
@@ -68,7 +69,7 @@ def random_engine(config: EngineConfig, model: ModelConfig, stacks: int, progres
         fill_random(weights, config.seed)
 
     store = functools.partial(RandomWeights, stacks)
-    engine = build_engine(model, config, official_format(model), store, fill, None, progress)
+    engine = build_engine(model, config, official_format(model), store, fill, None, Start(progress))
     return engine, made[0].bytes
 
 

@@ -1,6 +1,6 @@
 """Warm-up before anybody waits: every kernel is compiled or found in the cache, and decode steps are recorded."""
 
-from time import perf_counter
+from dataclasses import dataclass
 
 import numpy as np
 import rich.progress as rich_progress
@@ -9,7 +9,9 @@ from rich.console import Console
 
 from leadline.config import PAGE_TOKENS
 from leadline.engine.engine import Engine
+from leadline.engine.pretend import fill_state, pretend_prefilled
 from leadline.engine.sampling import SamplingParams
+from leadline.engine.start import Start
 
 VARIETIES = (
     SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
@@ -21,33 +23,47 @@ VARIETIES = (
 
 RECORDED_TOKENS = 8192
 """Contexts up to which decode graphs are recorded at once; longer ones when the first request reaches them."""
+LAST_TOKENS = 1024
+"""What runs of a prompt whose earlier tokens are taken as run: as many as `select` scores at once."""
 
 
-def warm_up(engine: Engine, progress: bool) -> None:
-    """Run prompts of up to a whole chunk, then short requests in growing numbers, and record decode graphs.
+@dataclass(frozen=True)
+class Run:
+    """`requests` prompts of `length` tokens each; of a single one `before` tokens are taken as run."""
 
-    Leaves the engine empty: no request, no reusable prefix. Says on stderr what it took if `progress`.
+    requests: int
+    length: int
+    before: int = 0
+
+
+def warm_up(engine: Engine, start: Start) -> None:
+    """Run ends of long prompts, prompts of up to a whole chunk, and short requests in growing numbers; record steps.
+
+    Leaves the engine empty: no request, no reusable prefix. Its pools hold random rows, since a long prompt needs
+    tokens before it. Says on stderr where the time of the whole start went, if progress is shown.
     """
-    begun, graphs = perf_counter(), engine.runner.graphs
+    graphs = engine.runner.graphs
     classes = graphs.classes(-(-RECORDED_TOKENS // PAGE_TOKENS)) if graphs else []
     runs = _runs(engine)
+    fill_state(engine.runner.state, 0)
     console = Console(stderr=True)
-    with rich_progress.Progress(
-        transient=True, console=console, disable=not progress or not console.is_terminal
-    ) as bar:
+    shown = start.progress and console.is_terminal
+    with rich_progress.Progress(transient=True, console=console, disable=not shown) as bar:
         task = bar.add_task("compiling kernels", total=len(runs) + len(classes))
         for shape in runs:
-            _run(engine, *shape)
+            _run(engine, shape)
             bar.advance(task)
+        start.done("kernels")
         bar.update(task, description="recording steps")
         before = _reserved(engine)
         for size in reversed(classes):  # the largest first: smaller ones find room in its memory
             engine.runner.record(size)
             bar.advance(task)
+    start.done("decode graphs")
     engine.reset_cache()
-    if progress:
-        took, memory = perf_counter() - begun, _reserved(engine) - before
-        console.print(f"warm after {took:.1f} s; {len(classes)} decode graphs in {memory / 2**20:,.0f} MiB")
+    if start.progress:
+        memory = _reserved(engine) - before
+        console.print(f"{start.report()}; {len(classes)} decode graphs in {memory / 2**20:,.0f} MiB", soft_wrap=True)
 
 
 def _reserved(engine: Engine) -> int:
@@ -56,13 +72,26 @@ def _reserved(engine: Engine) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def _runs(engine: Engine) -> list[tuple[int, int]]:
-    """(requests, tokens of each): numbers of requests, then lengths of a prompt."""
+def _runs(engine: Engine) -> list[Run]:
+    """The largest first: whatever else runs finds room in its memory.
+
+    Ends of long prompts only where prefixes are reused, since that is how a run finds the tokens before it.
+    """
     running = min(engine.memory.running, engine.config.max_waiting)
-    longest = min(engine.memory.chunk_tokens, engine.max_context - 2)
+    most = engine.max_context - 2
+    longest = min(engine.memory.chunk_tokens, most)
     lengths = [length for length in (*sizes(longest), longest) if length > running]
-    # The largest first: whatever else runs finds room in its memory.
-    return [(1, length) for length in reversed(lengths)] + [(number, 1) for number in sizes(running)]
+    runs = [Run(1, length) for length in reversed(lengths)] + [Run(number, 1) for number in sizes(running)]
+    if not engine.config.prefix_cache:
+        return runs
+    return long_runs(longest, min(most, engine.scheduler.pages.free * PAGE_TOKENS - 2)) + runs
+
+
+def long_runs(chunk: int, most: int) -> list[Run]:
+    """Ends of prompts of twice, four times .. a `chunk`, and of `most` tokens, the longest first."""
+    lengths = [chunk << power for power in range(1, 64) if chunk << power < most] + [most]
+    last = min(chunk, LAST_TOKENS)
+    return [Run(1, length, length - last) for length in reversed(lengths) if length > chunk]
 
 
 def sizes(most: int) -> list[int]:
@@ -70,9 +99,12 @@ def sizes(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())] if most else []
 
 
-def _run(engine: Engine, requests: int, length: int) -> None:
-    for number in range(requests):
-        prompt = np.full(length, number % engine.model.vocab_size, np.int32)
+def _run(engine: Engine, run: Run) -> None:
+    engine.reset_cache()  # a prompt that is found as another's prefix would run as one token
+    for number in range(run.requests):
+        prompt = np.full(run.length, number % engine.model.vocab_size, np.int32)
+        if run.before:
+            pretend_prefilled(engine, prompt[: run.before])
         engine.add(prompt, VARIETIES[number % len(VARIETIES)])
     while engine.busy:
         for update in engine.step():

@@ -119,6 +119,11 @@ def test_tiles_of_queries(monkeypatch):
     Draw(9, 5, 1, 100).assert_right()
 
 
+def test_tiles_of_long_rows_and_a_last_one_that_is_not_full(monkeypatch, short_registers):
+    monkeypatch.setattr(gpu, "SCRATCH", 3 * 512)
+    Draw(12, 5, 1, 500).assert_right()
+
+
 def test_unseen_entries_and_pages_do_not_matter(short_registers):
     draw = Draw(10, 3, 1, 400)
     draw.visible = torch.tensor([400, 0, 130])

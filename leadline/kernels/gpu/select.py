@@ -63,16 +63,21 @@ def select(
     q, head_weights = q.contiguous(), head_weights.contiguous()
     width = triton.cdiv(longest, 128) * 128
     group = GROUP if longest > held_at_once(topk) else 1
-    tile = max(1, min(MOST_QUERIES, len(q), SCRATCH // max(width, 1)))
+    tile = min(MOST_QUERIES, len(q), _power_below(SCRATCH // max(width, 1)))
     shape = (tile, width if longest > topk else 0)
     scores = torch.empty(shape, dtype=torch.float32, device=q.device)
     maxima = torch.empty((tile, shape[1] // group), dtype=torch.float32, device=q.device)
-    for i in range(0, len(q), tile):
+    for i in range(0, len(q), max(1, tile)):
         part = slice(i, i + tile)
         if longest > topk:
             _score(q[part], head_weights[part], pool, page_rows[part], visible[part], topk, scores, maxima)
         _choose(scores, maxima, visible[part], chosen[part], topk)
     return chosen
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two up to `number`, at least 1: few sizes of tiles, so few kernels to compile."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def entry_rows(page_rows: Tensor, ids: Tensor, per_page: int) -> Tensor:
@@ -146,9 +151,9 @@ def score_constants(
 
 
 def _choose(scores: Tensor, maxima: Tensor, visible: Tensor, chosen: Tensor, topk: int) -> None:
-    """Write the entry ids of each query of a tile to `chosen`."""
+    """Write the entry ids of each query of a tile to `chosen`, with the constants of a tile that is full."""
     queries, width = len(chosen), scores.shape[1]
-    constants = choose_constants(width, topk, queries, processors(scores.device))
+    constants = choose_constants(width, topk, len(scores), processors(scores.device))
     sections, held = constants["sections"], constants["held"]
     found = torch.empty(queries, width if sections else 0, dtype=torch.int32, device=scores.device)
     counts = torch.empty(queries, sections, dtype=torch.int32, device=scores.device)
