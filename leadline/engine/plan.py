@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +84,12 @@ class StepPlan:
 
     def arrays(self) -> dict[str, Ints]:
         """The fields that are arrays, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        return {name: getattr(self, name) for name in _ARRAYS}
+
+    @property
+    def prepares(self) -> bool:
+        """Whether `State.begin` has anything to do before the step."""
+        return bool(len(self.table_slots) or self.slot_copies.size or self.page_copies.size)
 
     def to_batch(self, device: torch.device) -> Batch:
         """Send all arrays in one copy and cut them apart again on the device."""
@@ -94,8 +99,13 @@ class StepPlan:
         """The batch whose arrays lie one after another in `packed`, views of it."""
         arrays = self.arrays()
         parts = parted(packed, [array.shape for array in arrays.values()])
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{**values, **dict(zip(arrays, parts, strict=True))})
+        values: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        values.update(zip(arrays, parts, strict=True))
+        return Batch(**values)
+
+
+_ARRAYS = tuple(field.name for field in fields(StepPlan) if field.type == Ints)
+_NUMBERS = tuple(field.name for field in fields(StepPlan) if field.name not in _ARRAYS)
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,13 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, sampling: Sampling) -> "_Unread":
-        batch = plan.to_batch(self.device)
-        self.state.begin(batch)
         if self.graphs is not None and self.graphs.suits(plan):
+            if plan.prepares:  # most decode steps do not, and one request's step is as long as the host's work for it
+                self.state.begin(plan.to_batch(self.device))
             logits = self.graphs.run(plan, self.last_tokens, self.expert_counts)
         else:
+            batch = plan.to_batch(self.device)
+            self.state.begin(batch)
             batch.ids = chosen_ids(batch.ids, batch, self.last_tokens)
             batch.expert_counts = self.expert_counts
             logits = self.forward(batch, self.state).float()
