@@ -107,6 +107,14 @@ class DecodeGraphs:
         """How many graphs there are."""
         return len(self._graphs)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of a GPU that the graphs' scratch and results take; nothing else uses them."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
+
     def _record(self, size: SizeClass, last_tokens: Tensor, counts: Tensor | None) -> _Recorded:
         """Run the model on padding alone, which changes nothing, and record that."""
         empty = padding(size)

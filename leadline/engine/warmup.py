@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import rich.progress as rich_progress
-import torch
 from rich.console import Console
 
 from leadline.config import PAGE_TOKENS
@@ -55,21 +54,14 @@ def warm_up(engine: Engine, start: Start) -> None:
             bar.advance(task)
         start.done("kernels")
         bar.update(task, description="recording steps")
-        before = _reserved(engine)
         for size in reversed(classes):  # the largest first: smaller ones find room in its memory
             engine.runner.record(size)
             bar.advance(task)
     start.done("decode graphs")
     engine.reset_cache()
     if start.progress:
-        memory = _reserved(engine) - before
-        console.print(f"{start.report()}; {len(classes)} decode graphs in {memory / 2**20:,.0f} MiB", soft_wrap=True)
-
-
-def _reserved(engine: Engine) -> int:
-    """Bytes that PyTorch has taken from the GPU, 0 on a CPU."""
-    device = engine.runner.device
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        kept = f"; {graphs.recorded} decode graphs in {graphs.memory / 2**20:,.0f} MiB" if graphs else ""
+        console.print(start.report() + kept, soft_wrap=True)
 
 
 def _runs(engine: Engine) -> list[Run]:
