@@ -1,5 +1,7 @@
 """What a request may ask of sampling and stopping, through the engine: on a model without text, ids only."""
 
+import re
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -195,3 +197,13 @@ def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
     stats = built.stats()
     assert not built.busy and not built.problems()
     assert (stats.pages_used, stats.pages_reusable, stats.slots_used) == (0, 0, 0)
+
+
+def test_a_start_says_where_its_time_went() -> None:
+    start = Start(progress=False)
+    sleep(0.06)
+    start.done("weights")
+    start.done("kernels")
+    seconds = [float(number) for number in re.findall(r"[\d.]+(?= s:)|(?<=weights )[\d.]+", start.report())]
+    assert seconds[0] >= seconds[1] >= 0.1 and list(start.parts) == ["weights", "kernels"]
+    assert start.report().endswith(", kernels 0.0")
