@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,15 +53,15 @@ def config_of(layers: int) -> dict[str, Any]:
     return raw | depth | {"num_nextn_predict_layers": 0, "compress_ratios": ratios}
 
 
-def shards(model: ModelConfig) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """File names and what they hold, a layer each; the tensors have no memory."""
+def shards(model: ModelConfig) -> dict[str, dict[str, Tensor]]:
+    """File name -> what it holds, a layer each; the tensors have no memory."""
     files: dict[str, dict[str, Tensor]] = {}
     for name, (dtype, shape) in stored_tensors(model, official_format(model)).items():
         part = name.split(".")[1] if name.startswith("layers.") else "rest"
         files.setdefault(f"model-{part}.safetensors", {})[name] = torch.empty(
             shape, dtype=TORCH_DTYPES[dtype], device="meta"
         )
-    yield from files.items()
+    return files
 
 
 @functools.cache
@@ -84,8 +83,8 @@ def write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
 
 
 def write(folder: Path, raw: dict[str, Any]) -> int:
-    """A whole checkpoint; returns its bytes."""
-    files = dict(shards(ModelConfig.from_dict(raw)))
+    """A whole checkpoint of the config `raw`; returns its bytes. Raises CheckpointError if it is not a sound one."""
+    files = shards(ModelConfig.from_dict(raw))
     with ProcessPoolExecutor(WRITERS, get_context("fork")) as pool:
         list(pool.map(functools.partial(write_shard, folder), files, files.values()))
     named = {name: file for file, tensors in files.items() for name in tensors}
