@@ -101,6 +101,32 @@ def test_stream_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stopped.close()  # type: ignore[attr-defined]
 
 
+def test_tensors_for_a_gpu_are_read_into_pieces_that_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many more pieces than there is memory for, tensors larger than a piece, a consumer that stops early."""
+    monkeypatch.setattr(stream, "PIECE_BYTES", 1024)
+    raw = tiny_config()
+    tensors = random_tensors(raw, RELEASE)
+    checkpoint = Checkpoint(save(tmp_path, raw, tensors, shards=2))
+    stored = [checkpoint.headers[name] for name in tensors]
+    places, seen = set(), []
+    for tensor in stream.staged(tmp_path, stored, pinned=False):
+        seen.append(tensor.clone())
+        if tensor.nbytes <= 1024:
+            places.add(tensor.data_ptr() // 1024)
+    assert len(seen) == len(tensors)
+    assert all(same_bytes(tensor, want) for tensor, want in zip(seen, tensors.values(), strict=True))
+    assert len(places) <= 3 * (stream.PIECES_AHEAD + 1) < len(tensors) // 2, "memory is used again"
+    stopped = stream.staged(tmp_path, stored, pinned=False)
+    next(stopped)
+    stopped.close()
+    path = next(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(OSError, match="changed while being read"):
+        list(stream.staged(tmp_path, stored, pinned=False))
+
+
 def mapped_memory(path: Path) -> int:
     """Resident bytes of this process's mappings of a file."""
     text = Path("/proc/self/smaps").read_text()

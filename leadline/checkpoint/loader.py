@@ -179,7 +179,8 @@ def load(
     if absent:
         raise CheckpointError(f"{checkpoint.folder} lacks weights of the model", absent)
     loader = WeightLoader(config, slots)
-    put_all(loader, checkpoint.tensors(progress, only=slots))
+    for_gpu = any(slot.weight.is_cuda for slot in slots.values())
+    put_all(loader, checkpoint.tensors(progress, slots, for_gpu))
     loader.finish()
 
 

@@ -26,7 +26,7 @@ from leadline.checkpoint.names import (
     weight_of_scale,
     weight_specs,
 )
-from leadline.checkpoint.stream import stream
+from leadline.checkpoint.stream import staged, stream
 from leadline.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -117,16 +117,18 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} does not fit its config", problems)
 
     def tensors(
-        self, progress: Progress | None = None, only: Collection[str] | None = None
+        self, progress: Progress | None = None, only: Collection[str] | None = None, for_gpu: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Every (native name, tensor) as a read-only view, the scales of a weight directly before it.
 
-        `only` names the wanted weights, whose scales come with them. Memory: see `leadline.checkpoint.stream`.
+        `only` names the wanted weights, whose scales come with them. `for_gpu`: in page-locked memory, and each tensor
+        valid only until the next one is asked for. Memory: see `leadline.checkpoint.stream`.
         """
         order = self._reading_order(only)
         stored = [self.headers[name] for name in order]
         done, total = 0, sum(tensor.nbytes for tensor in stored)
-        for name, header, tensor in zip(order, stored, stream(self.folder, stored), strict=True):
+        tensors = staged(self.folder, stored) if for_gpu else stream(self.folder, stored)
+        for name, header, tensor in zip(order, stored, tensors, strict=True):
             yield name, tensor
             done += header.nbytes
             if progress is not None:
