@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from leadline.bench import figures
-from leadline.bench.latency import NoRoom, decode_row
+from leadline.bench.latency import DecodeRow, NoRoom, decode_row, profiled
 from leadline.bench.prefill import prefill_row
 from leadline.bench.subject import Subject, random_subject
 from leadline.config import EngineConfig
@@ -79,26 +79,41 @@ PREFILL = (
 COLUMNS = (*figures.DECODE_HEAD, "SGLang ms", "target", "reached")
 
 
-def decode_rows(subject: Subject, options: argparse.Namespace, until: float) -> None:
-    """Print every decode row for which there is time."""
+def decode_rows(subject: Subject, options: argparse.Namespace, until: float) -> list[DecodeRow]:
+    """Measure and print every decode row for which there is time."""
     layers = subject.engine.model.num_hidden_layers
     figures.say([figures.line(COLUMNS)])
-    measured: dict[tuple[int, int], float] = {}
+    rows: list[DecodeRow] = []
     for case in DECODE:
         name = figures.line([str(case.batch), f"{case.context:,}"])
         if time.monotonic() > until:
             figures.say([f"{name}    left out: the time is up"])
             continue
         try:
-            row = decode_row(subject, case.batch, case.context, options.steps, 0, options.breakdown)
+            row = decode_row(subject, case.batch, case.context, options.steps, 0)
         except Exception as error:  # whatever one row raises, the others are wanted
             _failed(name, error)
             continue
-        measured[case.batch, case.context] = row.median_ms
-        target = target_of(case, layers, row.floor_ms, measured.get(SHORT))
+        rows.append(row)
+        short = next((row.median_ms for row in rows if (row.batch, row.context) == SHORT), None)
+        target = target_of(case, layers, row.floor_ms, short)
         beside = [_figure(case.sglang_ms.get(layers), 2), *_reached(row.median_ms, target, 2, most=True)]
-        parts = figures.operation_lines(row) if row.operations else []
-        figures.say([figures.decode_line(row) + figures.line(beside), *parts])
+        figures.say([figures.decode_line(row) + figures.line(beside)])
+    return rows
+
+
+def profiles(subject: Subject, rows: list[DecodeRow], breakdown: bool, until: float) -> None:
+    """Print what the GPU did in the steps of every row for which there is time."""
+    figures.say([figures.line(figures.PROFILE_HEAD)])
+    for row in rows:
+        name = figures.line([str(row.batch), f"{row.context:,}"])
+        if time.monotonic() > until:
+            figures.say([f"{name}    left out: the time is up"])
+            continue
+        try:
+            figures.say(figures.profile_lines(profiled(subject, row, 0, breakdown)))
+        except Exception as error:  # see above
+            _failed(name, error)
 
 
 def prefill_rows(subject: Subject, until: float) -> None:
@@ -171,9 +186,11 @@ def measure(layers: int, options: argparse.Namespace, until: float) -> None:
     loaded = time.monotonic()
     figures.say([subject.name, figures.machine_line(subject.floors.machine)])
     figures.say([f"ready after {loaded - begun:.1f} s: weights drawn, kernels compiled, state filled"])
-    decode_rows(subject, options, until)
+    rows = decode_rows(subject, options, until)
     prefill_rows(subject, until)
     figures.say(figures.memory_lines(subject.memory()))
+    if subject.device.type == "cuda":  # once PyTorch's profiler has run, launches cost the host more
+        profiles(subject, rows, options.breakdown, until)
     problems = subject.engine.problems()
     figures.say([f"{time.monotonic() - begun:.1f} s in all; problems: {problems or 'none'}", ""])
     subject.engine.close()

@@ -135,7 +135,7 @@ def our_figures(name: str, layers: int, context: int, prompt: int) -> dict[str, 
     config = EngineConfig(max_running=max(BATCHES), step_tokens=prompt, chunk_tokens=prompt, device="auto")
     subject = random_subject(config, geometry(name, layers), name, layers, progress=False)
     subject.prepare(0)
-    figures = {str(batch): decode_row(subject, batch, context, 48, 0, False).median_ms for batch in BATCHES}
+    figures = {str(batch): decode_row(subject, batch, context, 48, 0).median_ms for batch in BATCHES}
     figures["prompt"] = prefill_row(subject, prompt, 0).tokens_per_second
     subject.engine.close()
     return figures
@@ -163,7 +163,9 @@ def main() -> None:
     ours = our_figures(options.model, layers, options.context, options.prompt)
     print(f"{'':>34} {'ours':>12} {'transformers':>12} {'ratio':>7}")
     for name, figure in ours.items():
-        what = f"prompt of {options.prompt:,}, tokens/s" if name == "prompt" else f"step of {name} at {options.context:,}, ms"
+        what = f"step of {name} at {options.context:,}, ms"
+        if name == "prompt":
+            what = f"prompt of {options.prompt:,}, tokens/s"
         other = their.get(name)
         ratio = "-" if other is None else f"{(other / figure if name != 'prompt' else figure / other):.1f}"
         print(f"{what:>34} {figure:12,.2f} {'-' if other is None else f'{other:,.2f}':>12} {ratio:>7}")

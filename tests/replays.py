@@ -11,13 +11,19 @@ from leadline.engine.graphs import DecodeGraphs
 class Replays(DecodeGraphs):
     """Graphs whose replay runs the step anew, into the same result."""
 
-    def _captured(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        logits = step()
-        return lambda: logits.copy_(step()), logits
+    def _captured(self, step: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Callable[[], None], tuple[Tensor, Tensor]]:
+        results = step()
+
+        def replay() -> None:
+            for old, new in zip(results, step(), strict=True):
+                old.copy_(new)
+
+        return replay, results
 
 
 def with_replays(engine: Engine) -> Engine:
     """Let an engine on a CPU run its decode steps padded, as graphs are."""
     runner = engine.runner
-    runner.graphs = Replays(runner.forward, runner.state, runner.running, runner.state.page_table.shape[1])
+    columns = runner.state.page_table.shape[1]
+    runner.graphs = Replays(runner.forward, runner.state, runner.running, columns, runner.vocab_size)
     return engine

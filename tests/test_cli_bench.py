@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from leadline.bench.breakdown import Kernel
-from leadline.bench.latency import NoRoom, decode_row, lengths, needs, start, timed
+from leadline.bench.figures import profile_lines
+from leadline.bench.latency import NoRoom, decode_row, lengths, needs, profiled, start, timed
 from leadline.bench.prefill import prefill_row
 from leadline.bench.subject import Subject, random_subject
 from leadline.cli.main import app
@@ -183,21 +184,21 @@ def test_requests_stand_where_the_row_says_when_its_steps_begin(batch: int, cont
 
 def test_a_row_leaves_nothing_behind_even_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = subject()
-    row = decode_row(measured, 4, 500, 3, 0, breakdown=False)
+    row = decode_row(measured, 4, 500, 3, 0)
     assert (row.batch, row.context, row.steps) == (4, 500, 3)
     assert measured.engine.runner.expert_counts is None, "experts are counted where nobody asked for it"
-    again = decode_row(measured, 4, 500, 3, 0, breakdown=False)
+    again = decode_row(measured, 4, 500, 3, 0)
     assert again.experts_hit == pytest.approx(row.experts_hit, rel=0.3)
     monkeypatch.setattr("leadline.bench.latency.timed", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        decode_row(measured, 4, 500, 3, 0, breakdown=False)
+        decode_row(measured, 4, 500, 3, 0)
     assert measured.engine.stats().slots_used == 0 and measured.engine.problems() == []
 
 
 def test_no_request_ends_before_its_row_where_prompts_need_many_steps() -> None:
     """With 16 tokens a step the first request decodes 20 times while the last is still on its prompt."""
     measured = subject(replace(SMALL, step_tokens=16, chunk_tokens=16))
-    row = decode_row(measured, 4, 100, 2, 0, breakdown=False)
+    row = decode_row(measured, 4, 100, 2, 0)
     assert row.experts_hit > 2
 
 
@@ -206,7 +207,7 @@ def test_the_whole_context_of_a_model_is_measured_from_a_little_below() -> None:
     measured = subject(config)
     [length] = lengths(measured, 1, 2048, 8)
     assert 2048 - 256 < length < 2048
-    row = decode_row(measured, 1, 2048, 8, 0, breakdown=False)
+    row = decode_row(measured, 1, 2048, 8, 0)
     assert row.context == 2048
     with pytest.raises(NoRoom, match="contexts here go up to 2,048 tokens"):
         needs(measured, 1, 4096, 8)
@@ -216,7 +217,7 @@ def test_the_whole_context_of_a_model_is_measured_from_a_little_below() -> None:
 
 def test_more_requests_than_may_run_are_no_row() -> None:
     with pytest.raises(NoRoom, match="5 requests are more than the 4 that may run"):
-        decode_row(subject(), 5, 100, 3, 0, breakdown=False)
+        decode_row(subject(), 5, 100, 3, 0)
 
 
 def test_each_step_is_timed_by_itself() -> None:
@@ -234,12 +235,19 @@ def test_idle_share_and_breakdown_come_from_the_kernels_of_the_profiled_steps(mo
     monkeypatch.setattr("leadline.bench.latency.watched", lambda engine, steps: kernels)
     monkeypatch.setattr(Subject, "device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr("leadline.bench.subject.wait", lambda device: None)
-    row = decode_row(measured, 2, 300, 3, 0, breakdown=True)
-    assert row.gpu_ms == pytest.approx(0.25)
+    plain = decode_row(measured, 2, 300, 3, 0)
+    assert plain.gpu_ms is None and plain.operations == []
+    row = profiled(measured, plain, 0, breakdown=True)
+    assert measured.engine.stats().slots_used == 0
+    assert row.median_ms == plain.median_ms and row.gpu_ms == pytest.approx(0.25)
     assert row.idle_share == pytest.approx(1 - 0.25 / row.median_ms)
     [part] = row.operations
     assert (part.operation, part.launches, part.ms) == ("attend", 1, pytest.approx(0.25))
     assert 0 < part.floor_ms < row.floor_ms
+    lines = profile_lines(row)
+    assert lines[0].split()[-2:] == ["0.250", f"{row.idle_share:.1%}"]
+    assert lines[2].split()[:3] == ["attend", "1", "250.0"] and lines[-1].split()[0] == "together"
+    assert profile_lines(replace(row, operations=[])) == lines[:1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

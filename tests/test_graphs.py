@@ -10,9 +10,10 @@ import torch
 from replays import with_replays
 from schedules import MODELS, Job, check, engine, model, play, random_case
 
-from leadline.engine.graphs import SizeClass, pad, padding, row_classes
-from leadline.engine.plan import Chunk, Layout, Preparation, build_plan
-from leadline.engine.sampling import SamplingParams
+from leadline.engine import plan as plans
+from leadline.engine.graphs import Padding, SizeClass, row_classes
+from leadline.engine.plan import Chunk, FrontierWrite, Layout, Preparation, build_plan
+from leadline.engine.sampling import SamplingParams, SamplingRow
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 63, 64, 100, 128, 1000])
@@ -26,16 +27,50 @@ def test_a_padded_plan_is_the_plan_and_then_nothing() -> None:
     table = np.arange(24, dtype=np.int32).reshape(3, 8)
     chunks = [Chunk(2, 127, 1), Chunk(0, 130, 1), Chunk(1, 3, 1)]
     plan = build_plan(chunks, np.array([5, -1, 7]), table, Layout(3, 16), np.arange(3), [], Preparation([], [], []))
-    empty = padding(SizeClass(8, 4, counting=False))
-    padded = pad(plan, empty)
+    padding = Padding(SizeClass(8, 4, counting=False, random=True))
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.5 + i / 2, top_k=i, top_p=0.25, min_p=0.125), 7 - i, i)
+        for i in range(3)
+    ]
+    padded, how = padding.parted(torch.from_numpy(padding.filled(plan, rows)))
+    empty, greedy = padding.parted(torch.from_numpy(padding.array))
     for field in fields(plan):
         before, after, without = (getattr(each, field.name) for each in (plan, padded, empty))
-        if not isinstance(before, np.ndarray) or field.name.startswith(("window", "pending", "fold", "table")):
+        if not isinstance(before, np.ndarray) or field.name.startswith(("table", "logit")):
             continue
         if not field.name.endswith("copies"):
             np.testing.assert_array_equal(after[: len(before)], before, field.name)
             np.testing.assert_array_equal(after[len(before) :], without[len(before) :], field.name)
     assert (empty.positions == -1).all() and (empty.piece_counts == 0).all() and (empty.closing_entries == -1).all()
+    assert how.temperature.tolist() == [0.5, 1, 1.5, 0, 0, 0, 0, 0] and not greedy.temperature.any()
+    assert how.top_k.tolist()[:3] == [0, 1, 2] and how.seed.tolist()[:3] == [7, 6, 5]
+    assert how.position.tolist()[:3] == [0, 1, 2]
+    assert how.top_p.tolist()[:3] == [0.25] * 3 and how.min_p.tolist()[:3] == [0.125] * 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_of_single_tokens_is_that_of_any_chunks(seed: int) -> None:
+    """Both ways of planning, over the boundaries of windows; the general one is taken where a snapshot is wanted."""
+    rng = random.Random(seed)
+    count, layout = rng.choice([1, 1, 2, 9]), Layout(12, rng.choice([16, 128]))
+    table = np.array([[rng.randrange(500) for _ in range(8)] for _ in range(12)], np.int32)
+    starts = [rng.choice([0, 1, 3, 126, 127, 128, 255, 500, rng.randrange(900)]) for _ in range(count)]
+    chunks = [Chunk(slot, start, 1) for slot, start in zip(rng.sample(range(12), count), starts, strict=True)]
+    rest = (np.arange(count), table, layout, np.arange(count), [], Preparation([(1, 2, 3)], [], []))
+    planned = build_plan(chunks, *rest)
+    rows = plans._Rows.of(chunks)
+    pieces = plans._pieces(rows, table)
+    want = {**plans._keeps(rows, pieces, layout, []), **plans._closings(rows, table, layout)}
+    want |= {"positions": rows.positions, "chunks": rows.chunks, "starts": rows.starts, "firsts": rows.firsts}
+    want |= {"piece_firsts": pieces.firsts, "piece_counts": pieces.counts, "piece_slots": pieces.slots}
+    want |= {"full_pieces": pieces.full, "full_pages": pieces.full_pages, "full_positions": pieces.full_positions}
+    for name, array in want.items():
+        got = getattr(planned, name)
+        assert got.dtype == np.int64 and got.shape == array.shape, name
+        np.testing.assert_array_equal(got, array, name)
+    assert planned.longest_piece == 1 and planned.most_pages == max(starts) // 128 + 1
+    kept = build_plan(chunks, *rest[:4], [FrontierWrite(0, starts[0] + 1, 11)], rest[5])
+    assert len(kept.window_target) > count, "the snapshot is planned"
 
 
 @pytest.mark.parametrize("kind", MODELS)

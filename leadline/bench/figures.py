@@ -17,12 +17,11 @@ DECODE_HEAD = (
     "mean",
     "p99",
     "tokens/s",
-    "GPU ms",
-    "idle",
     "experts",
     "floor ms",
     "ratio",
 )
+PROFILE_HEAD = ("batch", "context", "ms/step", "GPU ms", "idle")
 PREFILL_HEAD = ("tokens", "chunk", "seconds", "tokens/s", "us first", "us last", "floor s", "ratio")
 WIDTH = 10
 
@@ -34,15 +33,18 @@ def line(cells: Sequence[str]) -> str:
 
 def decode_line(row: DecodeRow) -> str:
     """A row under `DECODE_HEAD`; experts are those read per layer."""
-    idle = "-" if row.idle_share is None else f"{row.idle_share:.1%}"
     times = [f"{value:,.3f}" for value in (row.median_ms, row.mean_ms, row.p99_ms)]
-    gpu = "-" if row.gpu_ms is None else f"{row.gpu_ms:,.3f}"
     tail = [f"{row.experts_hit:.1f}", f"{row.floor_ms:,.3f}", f"{row.ratio:,.2f}"]
-    return line([str(row.batch), f"{row.context:,}", *times, f"{row.tokens_per_second:,.1f}", gpu, idle, *tail])
+    return line([str(row.batch), f"{row.context:,}", *times, f"{row.tokens_per_second:,.1f}", *tail])
 
 
-def operation_lines(row: DecodeRow) -> list[str]:
-    """The breakdown of a row: one line an operation, then their sum."""
+def profile_lines(row: DecodeRow) -> list[str]:
+    """A profiled row under `PROFILE_HEAD` and, if it has operations, one line for each, then their sum."""
+    assert row.gpu_ms is not None and row.idle_share is not None
+    times = (f"{row.median_ms:,.3f}", f"{row.gpu_ms:,.3f}", f"{row.idle_share:.1%}")
+    whole = line([str(row.batch), f"{row.context:,}", *times])
+    if not row.operations:
+        return [whole]
     cells = [("operation", "launches", "us", "floor us", "ratio")]
     for part in row.operations:
         ratio = f"{part.ms / part.floor_ms:,.2f}" if part.floor_ms else "-"
@@ -54,7 +56,7 @@ def operation_lines(row: DecodeRow) -> list[str]:
     cells.append(
         ("together", f"{launches:,.0f}", f"{total * 1e3:,.1f}", f"{floor * 1e3:,.1f}", f"{total / floor:,.2f}")
     )
-    return [f"    {name:<12}" + line(others) for name, *others in cells]
+    return [whole, *(f"    {name:<12}" + line(others) for name, *others in cells)]
 
 
 def prefill_line(row: PrefillRow) -> str:

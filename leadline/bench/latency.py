@@ -1,12 +1,11 @@
 """The time of a decode step, by batch and context, as requests see it: from one token to the next."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
 
-from leadline.bench.breakdown import Kernel, busy_seconds, shares, watched
+from leadline.bench.breakdown import busy_seconds, shares, watched
 from leadline.bench.subject import Subject, hit_steps
 from leadline.config import CSA_RATIO, PAGE_TOKENS
 from leadline.engine.pretend import pretend_prefilled
@@ -34,9 +33,9 @@ class OperationRow:
 class DecodeRow:
     """Decode steps of `batch` requests at `context` tokens. Times are milliseconds of one step.
 
-    `gpu_ms` is the time in which the GPU did something, and `idle_share` what of the median step is left of it: None
-    without a GPU. `experts_hit` are distinct routed experts per layer, `floor_ms` the bytes of `Floors.decode` over
-    the bandwidth, and `ratio` the median over the floor.
+    `experts_hit` are distinct routed experts per layer, `floor_ms` the bytes of `Floors.decode` over the bandwidth, by
+    operation in `floors_ms`, and `ratio` the median over the floor. `gpu_ms` is the time in which the GPU did
+    something, and `idle_share` what of the median step is left of it: None until `profiled`, as are `operations`.
     """
 
     batch: int
@@ -46,46 +45,32 @@ class DecodeRow:
     mean_ms: float
     p99_ms: float
     tokens_per_second: float
-    gpu_ms: float | None
-    idle_share: float | None
     experts_hit: float
     floor_ms: float
+    floors_ms: dict[str, float]
     ratio: float
-    operations: list[OperationRow]
+    gpu_ms: float | None = None
+    idle_share: float | None = None
+    operations: list[OperationRow] = field(default_factory=list)
 
 
 class NoRoom(ValueError):
     """A row that this engine cannot hold; the message says what it would need."""
 
 
-def decode_row(subject: Subject, batch: int, context: int, steps: int, seed: int, breakdown: bool) -> DecodeRow:
+def decode_row(subject: Subject, batch: int, context: int, steps: int, seed: int) -> DecodeRow:
     """Measure one row; the engine is empty before and after. Raises NoRoom."""
     try:
         requests = start(subject, batch, context, steps, seed)
         for _ in range(WARM_STEPS):
             subject.step()
         times = timed(subject, steps)
-        kernels = watched(subject.engine, PROFILED_STEPS) if subject.device.type == "cuda" else []
         hit = subject.experts_hit(batch)
         assert all(request.finish_reason is None for request in requests), "a request ended before its row"
     finally:
         subject.empty()
-    return _row(subject, batch, context, times, kernels, hit, breakdown)
-
-
-def _row(
-    subject: Subject,
-    batch: int,
-    context: int,
-    times: Sequence[float],
-    kernels: list[Kernel],
-    hit: float,
-    breakdown: bool,
-) -> DecodeRow:
-    floor = subject.floors.decode(batch, context, hit)
-    median, floor_ms = float(np.median(times)) * 1e3, sum(floor.values()) * 1e3
-    busy = busy_seconds(kernels) / PROFILED_STEPS * 1e3 if kernels else None
-    parts = shares(kernels, PROFILED_STEPS) if breakdown else {}
+    floors = {name: seconds * 1e3 for name, seconds in subject.floors.decode(batch, context, hit).items()}
+    median, floor_ms = float(np.median(times)) * 1e3, sum(floors.values())
     return DecodeRow(
         batch,
         context,
@@ -94,13 +79,31 @@ def _row(
         float(np.mean(times)) * 1e3,
         float(np.percentile(times, 99)) * 1e3,
         batch / median * 1e3,
-        busy,
-        None if busy is None else max(0.0, 1 - busy / median),
         hit / subject.engine.model.num_hidden_layers,
         floor_ms,
+        floors,
         median / floor_ms,
-        [OperationRow(name, part.launches, part.seconds * 1e3, floor[name] * 1e3) for name, part in parts.items()],
     )
+
+
+def profiled(subject: Subject, row: DecodeRow, seed: int, breakdown: bool) -> DecodeRow:
+    """`row` with what the GPU did in such steps, by operation if `breakdown`. Raises NoRoom.
+
+    To be called when all rows are measured: once PyTorch's profiler has run in a process, launches cost the host more.
+    """
+    try:
+        start(subject, row.batch, row.context, row.steps, seed)
+        for _ in range(WARM_STEPS):
+            subject.step()
+        kernels = watched(subject.engine, PROFILED_STEPS)
+    finally:
+        subject.empty()
+    busy = busy_seconds(kernels) / PROFILED_STEPS * 1e3
+    parts = shares(kernels, PROFILED_STEPS) if breakdown else {}
+    operations = [
+        OperationRow(name, part.launches, part.seconds * 1e3, row.floors_ms[name]) for name, part in parts.items()
+    ]
+    return replace(row, gpu_ms=busy, idle_share=max(0.0, 1 - busy / row.median_ms), operations=operations)
 
 
 def most_steps(subject: Subject, batch: int, steps: int) -> int:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from leadline.bench import figures, throughput
-from leadline.bench.latency import NoRoom, decode_row
+from leadline.bench.latency import NoRoom, decode_row, profiled
 from leadline.bench.prefill import prefill_row
 from leadline.bench.subject import Subject, loaded_subject, random_subject
 from leadline.cli import options
@@ -241,12 +241,17 @@ def _latency(
     for context in contexts:
         for batch in batches:
             try:
-                row = decode_row(subject, batch, context, steps, seed, breakdown)
+                row = decode_row(subject, batch, context, steps, seed)
             except NoRoom as error:
                 figures.say([f"{figures.line([str(batch), f'{context:,}'])}    left out: {error}"])
                 continue
             rows.append(row)
-            figures.say([figures.decode_line(row), *(figures.operation_lines(row) if breakdown else [])])
+            figures.say([figures.decode_line(row)])
+    if subject.device.type == "cuda":
+        figures.say(["", figures.line(figures.PROFILE_HEAD)])
+        for number, row in enumerate(rows):
+            rows[number] = profiled(subject, row, seed, breakdown)
+            figures.say(figures.profile_lines(rows[number]))
     figures.say(figures.memory_lines(subject.memory()))
     return figures.told(subject, "latency", rows), lambda path: figures.draw_decode(rows, path)
 

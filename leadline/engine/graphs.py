@@ -2,11 +2,11 @@
 
 A graph is of a size class: so many rows, and room for so many pages a request. A step takes the smallest that it fits
 into; what it lacks is padding, which reads nothing, writes nothing and takes no expert. Recorded is what the model
-computes and that its tokens become part of their requests' frontiers; tables, copies of frontiers (`State.begin`,
-snapshots) and sampling follow each step's own lists.
+computes, that its tokens become part of their requests' frontiers, and plain sampling. Tables, copies of frontiers
+(`State.begin`, snapshots), and sampling with penalties, bias or masks follow each step's own lists.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from leadline.config import CSA_RATIO, HCA_RATIO, PAGE_TOKENS
 from leadline.engine.plan import Ints, StepPlan
-from leadline.engine.transfer import joined, send
+from leadline.engine.sampling import SamplingRow, packed_rows, plain_tensors
+from leadline.engine.transfer import joined, overwrite, send
+from leadline.kernels.sample import SamplingTensors, sample
 from leadline.model.batch import Batch
 from leadline.model.state import Forward, State
+from leadline.model.tokens import chosen_ids, keep_tokens
 
 PAGE_CLASSES = (16, 64, 256, 1024, 4096, 8192)
 """Pages a request: a class is up to four times as long as the one before. 16 pages hold 512 CSA entries, V4-Flash's
@@ -36,34 +39,43 @@ def row_classes(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SizeClass:
-    """`rows` tokens, one a request, each of at most `pages` pages; `counting` tells whether experts are counted."""
+    """`rows` tokens, one a request, each of at most `pages` pages; `counting` tells whether experts are counted.
+
+    `random`: whether tokens may be drawn, or each row's most probable one is taken.
+    """
 
     rows: int
     pages: int
     counting: bool
+    random: bool
 
 
 @dataclass
 class _Recorded:
-    empty: StepPlan
-    """The class's padding."""
+    padding: "Padding"
     packed: Tensor
-    """The batch's arrays, one after another: written before each replay."""
+    """What `Padding.filled` gives: written before each replay."""
     replay: Callable[[], None]
     logits: Tensor
     """[rows, V], overwritten by each replay of whatever class."""
+    tokens: Tensor
+    """[rows] sampled, overwritten by each replay."""
+
+
+_Results = tuple[Tensor, Tensor]
+"""Logits and tokens."""
 
 
 class DecodeGraphs:
     """Graphs by size class, recorded when first wanted or by `record`. They share the memory of their results."""
 
-    def __init__(self, forward: Forward, state: State, rows: int, columns: int) -> None:
+    def __init__(self, forward: Forward, state: State, rows: int, columns: int, vocab_size: int) -> None:
         """`rows`: the most requests of a step; `columns`: of the page table."""
         self.forward, self.state = forward, state
         self.row_classes = row_classes(rows)
         self.page_classes = [pages for pages in PAGE_CLASSES if pages < columns] + [columns]
         self._graphs: dict[SizeClass, _Recorded] = {}
-        self._logits: Tensor | None = None
+        self._logits = torch.empty(rows, vocab_size, device=state.page_table.device)
         self._pool: Any = None
         self._stream: Any = None
 
@@ -71,25 +83,32 @@ class DecodeGraphs:
         """Whether each of the step's chunks is one token."""
         return len(plan.ids) == len(plan.slots) <= self.row_classes[-1]
 
-    def size_class(self, plan: StepPlan, counting: bool) -> SizeClass:
+    def size_class(self, plan: StepPlan, counting: bool, random: bool) -> SizeClass:
         """The smallest class that `plan`, which suits, fits into."""
         rows = next(rows for rows in self.row_classes if rows >= len(plan.ids))
         pages = next(pages for pages in self.page_classes if pages >= plan.most_pages)
-        return SizeClass(rows, pages, counting)
+        return SizeClass(rows, pages, counting, random)
 
-    def run(self, plan: StepPlan, last_tokens: Tensor, counts: Tensor | None) -> Tensor:
-        """Run and commit a step: the logits [N, V] of `plan.logit_rows`, until the next step overwrites them."""
-        size = self.size_class(plan, counts is not None)
+    def run(
+        self, plan: StepPlan, sampled: Sequence[SamplingRow], last_tokens: Tensor, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run and commit a step: the logits [N, V] of `plan.logit_rows` and, if `sampled` has one row for each of the
+        step's tokens, all plain, the tokens sampled, which are then also in `last_tokens`. The next step overwrites
+        the results.
+        """
+        whole = np.array_equal(plan.logit_rows, np.arange(len(plan.logit_rows)))
+        plain = whole and len(sampled) == len(plan.ids) and all(row.plain for row in sampled)
+        rows = sampled if plain else []
+        size = self.size_class(plan, counts is not None, any(not row.params.greedy for row in rows))
         self.record(size, last_tokens, counts)
         recorded = self._graphs[size]
-        padded = pad(plan, recorded.empty)
-        recorded.packed.copy_(send(joined(list(padded.arrays().values())), recorded.packed.device), non_blocking=True)
+        overwrite(recorded.packed, recorded.padding.filled(plan, rows))
         recorded.replay()
         if len(plan.window_target) > len(plan.ids):
             self.state.commit(snapshots(plan).to_batch(recorded.packed.device))
-        if np.array_equal(plan.logit_rows, np.arange(len(plan.logit_rows))):
-            return recorded.logits[: len(plan.logit_rows)]
-        return recorded.logits[send(plan.logit_rows, recorded.logits.device)]
+        if not whole:
+            return recorded.logits[send(plan.logit_rows, recorded.logits.device)], None
+        return recorded.logits[: len(plan.logit_rows)], recorded.tokens[: len(rows)] if plain else None
 
     def record(self, size: SizeClass, last_tokens: Tensor, counts: Tensor | None) -> None:
         """Record a class before anybody waits for it."""
@@ -100,7 +119,12 @@ class DecodeGraphs:
         """All classes, without counting, for requests of `pages` pages at most."""
         longest = next((each for each in self.page_classes if each >= pages), self.page_classes[-1])
         lengths = [each for each in self.page_classes if each <= longest]
-        return [SizeClass(rows, each, counting=False) for each in lengths for rows in self.row_classes]
+        return [
+            SizeClass(rows, each, counting=False, random=random)
+            for random in (False, True)
+            for each in lengths
+            for rows in self.row_classes
+        ]
 
     @property
     def recorded(self) -> int:
@@ -117,30 +141,26 @@ class DecodeGraphs:
 
     def _record(self, size: SizeClass, last_tokens: Tensor, counts: Tensor | None) -> _Recorded:
         """Run the model on padding alone, which changes nothing, and record that."""
-        empty = padding(size)
-        packed = send(joined(list(empty.arrays().values())), last_tokens.device).clone()
-        batch = empty.batch_of(packed)
-        ids = batch.ids
+        padding = Padding(size)
+        packed = send(padding.array, last_tokens.device).clone()
+        batch, how = padding.parted(packed)
+        given = replace(batch)
         batch.expert_counts = counts
+        batch.logit_rows, batch.logits = None, self._logits[: size.rows]
 
-        def step() -> Tensor:
-            batch.ids = chosen_ids(ids, batch, last_tokens)
-            logits = self._kept(self.forward(batch, self.state))
+        def step() -> tuple[Tensor, Tensor]:
+            batch.ids = chosen_ids(given, last_tokens)
+            logits = self.forward(batch, self.state)
             self.state.commit_tokens(batch)
-            return logits
+            tokens = sample(logits, how)
+            keep_tokens(batch, tokens, last_tokens)
+            return logits, tokens
 
-        replay, logits = self._captured(step)
-        return _Recorded(empty, packed, replay, logits)
+        replay, results = self._captured(step)
+        return _Recorded(padding, packed, replay, *results)
 
-    def _kept(self, logits: Tensor) -> Tensor:
-        """`logits` [rows, V] in fp32, in memory that all graphs share: a V4-Flash row takes half a megabyte."""
-        if self._logits is None:
-            shape = (self.row_classes[-1], logits.shape[1])
-            self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        return self._logits[: len(logits)].copy_(logits)
-
-    def _captured(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run `step` once, so that every kernel is there, then record it: (how to do it again, where its result is)."""
+    def _captured(self, step: Callable[[], _Results]) -> tuple[Callable[[], None], _Results]:
+        """Run `step` once, so that every kernel is there, then record it: how to do it again, where its results are."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         side = self._stream
@@ -150,14 +170,8 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            logits = step()
-        return graph.replay, logits
-
-
-def chosen_ids(ids: Tensor, batch: Batch, last_tokens: Tensor) -> Tensor:
-    """`ids` [T] with tokens that are still on the device (-1) filled in; -1 again in rows that are padding."""
-    known = torch.where(ids < 0, last_tokens[batch.slots[batch.chunks]], ids)
-    return torch.where(batch.positions < 0, -1, known)
+            results = step()
+        return graph.replay, results
 
 
 def padding(size: SizeClass) -> StepPlan:
@@ -207,15 +221,39 @@ COPIED = (
 """What a decode step has of its own; the rest of a padded plan is the same for all of a class."""
 
 
-def pad(plan: StepPlan, empty: StepPlan) -> StepPlan:
-    """`plan`, whose chunks are single tokens, in the place of as much of the padding `empty`.
+class Padding:
+    """A size class without any token, as the array that its graphs read, and how a step is written into it."""
 
-    It lacks what only `State.begin` reads, and `snapshots`.
-    """
-    filled: dict[str, Any] = {name: _over(getattr(empty, name), getattr(plan, name)) for name in COPIED}
-    for name, count in own_rows(plan).items():
-        filled[name] = _over(getattr(empty, name), getattr(plan, name)[:count])
-    return replace(empty, **filled)
+    def __init__(self, size: SizeClass) -> None:
+        self.plan, self.size = padding(size), size
+        arrays = self.plan.arrays()
+        self.array = joined([*arrays.values(), packed_rows([], size.rows)])
+        ends = np.cumsum([array.size for array in arrays.values()])
+        self._places = {name: int(end) - arrays[name].size for name, end in zip(arrays, ends, strict=True)}
+        self._sampling = int(ends[-1])
+
+    def filled(self, plan: StepPlan, sampled: Sequence[SamplingRow]) -> Ints:
+        """`plan`, whose chunks are single tokens, in the place of as much of the padding, and how to sample.
+
+        It lacks what only `State.begin` reads, and `snapshots`.
+        """
+        array = self.array.copy()
+        for name in COPIED:
+            _put(array, self._places[name], getattr(plan, name))
+        for name, count in own_rows(plan).items():
+            _put(array, self._places[name], getattr(plan, name)[:count])
+        if sampled:
+            _put(array, self._sampling, packed_rows(sampled, self.size.rows))
+        return array
+
+    def parted(self, packed: Tensor) -> tuple[Batch, SamplingTensors]:
+        """What lies in such an array on a device, as views of it."""
+        how = packed[self._sampling :].view(-1, self.size.rows)
+        return self.plan.batch_of(packed[: self._sampling]), plain_tensors(how, self.size.random, self.size.random)
+
+
+def _put(array: Ints, place: int, values: Ints) -> None:
+    array[place : place + values.size] = values.ravel()
 
 
 def own_rows(plan: StepPlan) -> dict[str, int]:
@@ -232,10 +270,3 @@ def snapshots(plan: StepPlan) -> StepPlan:
     single tokens is made at its end, and a ring holds as many tokens as it keeps.
     """
     return replace(plan, **{name: getattr(plan, name)[count:] for name, count in own_rows(plan).items()})
-
-
-def _over(padding: Ints, values: Ints) -> Ints:
-    """A copy of `padding` that begins with `values`."""
-    padded = padding.copy()
-    padded[: len(values)] = values
-    return padded

@@ -241,13 +241,14 @@ def _score_bytes(model: ModelConfig, size: StateSize, context: int, on_gpu: bool
 def other_bytes(model: ModelConfig, size: StateSize, context: int) -> int:
     """Bytes on a GPU that belong to no step: decode graphs, penalties' counts, and the reserve.
 
-    All graphs share the results of the largest of them, streams, queries, partial sums and logits in fp32 at most, and
-    a row of logits a request that stays; each is also something that the driver keeps.
+    All graphs share the results of the largest of them, streams, queries and partial sums in fp32 and sampling's lists
+    at most, and a row of logits a request; each is also something that the driver keeps. Each size has two graphs,
+    for tokens that are drawn and for the most probable ones.
     """
     rows = size.step_chunks
     lengths = 1 + sum(pages < pages_for(context) for pages in PAGE_CLASSES)
     m, pages = model, pages_for(context)
     wide = 3 * m.hc_mult * m.hidden_size + 3 * m.num_attention_heads * m.head_dim
     results = rows * (4 * (wide + m.vocab_size) + 16 * pages) + _score_bytes(model, size, context, True)
-    graphs = len(row_classes(rows)) * lengths * GRAPH_BYTES + rows * model.vocab_size * 4 + results
+    graphs = 2 * len(row_classes(rows)) * lengths * GRAPH_BYTES + rows * model.vocab_size * 4 + results
     return graphs + rows * model.vocab_size * 5 + RESERVE_BYTES

@@ -131,10 +131,15 @@ def build_plan(
     `ids` [T] are the chunks' tokens in order (-1: sampled by the last step, still on the device); `page_table`
     [slots, P] already holds every page that the chunks reach.
     """
-    rows = _Rows.of(chunks)
+    if not writes and all(chunk.count == 1 for chunk in chunks):
+        rows = _Rows.of_tokens(chunks)
+        pieces = _token_pieces(rows, page_table)
+        kept = _token_keeps(rows, layout)
+    else:
+        rows = _Rows.of(chunks)
+        pieces = _pieces(rows, page_table)
+        kept = _keeps(rows, pieces, layout, writes)
     closings = _closings(rows, page_table, layout)
-    pieces = _pieces(rows, page_table)
-    kept = _keeps(rows, pieces, layout, writes)
     last = rows.starts + rows.counts
     return StepPlan(
         ids=ids,
@@ -183,10 +188,26 @@ class _Rows:
         positions = np.arange(counts.sum()) + (starts - firsts)[owner]
         return cls(starts, counts, slots, firsts, positions, owner)
 
+    @classmethod
+    def of_tokens(cls, chunks: Sequence[Chunk]) -> "_Rows":
+        """`of` for chunks of one token each, which is what most steps have: while one request decodes, its step is
+        as long as the host's work for it.
+        """
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        slots = np.array([chunk.slot for chunk in chunks], np.int64)
+        rows = np.arange(len(chunks))
+        return cls(starts, np.ones_like(starts), slots, rows, starts, rows)
+
 
 def _closings(rows: _Rows, page_table: NDArray[np.int32], layout: Layout) -> dict[str, Ints]:
     """CSA windows closed in this step: the eight pending rows each reads and where its entry goes."""
     closers = np.flatnonzero(rows.positions % CSA_RATIO == CSA_RATIO - 1)
+    if not len(closers):
+        return {
+            "closing_rows": np.empty((0, 2 * CSA_RATIO), np.int64),
+            "closing_entries": closers,
+            "closing_positions": closers,
+        }
     last, owner = rows.positions[closers], rows.chunks[closers]
     back = np.arange(1 - 2 * CSA_RATIO, 1)
     position = last[:, None] + back
@@ -232,6 +253,34 @@ def _pieces(rows: _Rows, page_table: NDArray[np.int32]) -> _Pieces:
         window * HCA_RATIO,
         np.searchsorted(firsts, rows.firsts + rows.counts) - 1,
     )
+
+
+def _token_pieces(rows: _Rows, page_table: NDArray[np.int32]) -> _Pieces:
+    """`_pieces` of chunks of one token each."""
+    place = rows.positions % HCA_RATIO
+    full = np.flatnonzero(place == HCA_RATIO - 1)
+    return _Pieces(
+        rows.firsts,
+        rows.counts,
+        np.where(place == 0, -1, rows.slots),
+        full,
+        page_table[rows.slots[full], rows.positions[full] // HCA_RATIO].astype(np.int64),
+        rows.positions[full] - (HCA_RATIO - 1),
+        rows.firsts,
+    )
+
+
+def _token_keeps(rows: _Rows, layout: Layout) -> dict[str, Ints]:
+    """`_keeps` of chunks of one token each, without further writes."""
+    unfilled = np.flatnonzero((rows.positions + 1) % HCA_RATIO)
+    return {
+        "window_source": layout.slots * layout.ring + rows.firsts,
+        "window_target": rows.slots * layout.ring + rows.positions % layout.ring,
+        "pending_source": layout.slots * PENDING_RING + rows.firsts,
+        "pending_target": rows.slots * PENDING_RING + rows.positions % PENDING_RING,
+        "fold_source": layout.slots + unfilled,
+        "fold_target": rows.slots[unfilled],
+    }
 
 
 def _keeps(rows: _Rows, pieces: _Pieces, layout: Layout, writes: list[FrontierWrite]) -> dict[str, Ints]:

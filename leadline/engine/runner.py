@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leadline.engine.graphs import DecodeGraphs, SizeClass, chosen_ids
+from leadline.engine.graphs import DecodeGraphs, SizeClass
 from leadline.engine.plan import StepPlan
 from leadline.engine.sampling import SamplingRow, sampling_tensors
 from leadline.engine.transfer import Receipt, send
 from leadline.kernels.sample import TokenCounts, logprobs, sample
 from leadline.model.state import Forward, State
+from leadline.model.tokens import chosen_ids
 
 LOGPROB_ROWS = 64
 """Rows whose log-probabilities are made together."""
@@ -79,7 +80,7 @@ class Runner:
         self.expert_counts: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         if device.type == "cuda":
-            self.graphs = DecodeGraphs(forward, state, running, state.page_table.shape[1])
+            self.graphs = DecodeGraphs(forward, state, running, state.page_table.shape[1], vocab_size)
         # On a CPU a thread of its own is the device while the host plans the next step.
         self._worker = ThreadPoolExecutor(1, "leadline-step") if overlap and device.type == "cpu" else None
 
@@ -131,25 +132,27 @@ class Runner:
         if self.graphs is not None and self.graphs.suits(plan):
             if plan.prepares:  # most decode steps do not, and one request's step is as long as the host's work for it
                 self.state.begin(plan.to_batch(self.device))
-            logits = self.graphs.run(plan, self.last_tokens, self.expert_counts)
+            logits, drawn = self.graphs.run(plan, sampling.rows, self.last_tokens, self.expert_counts)
         else:
-            batch = plan.to_batch(self.device)
+            batch, drawn = plan.to_batch(self.device), None
             self.state.begin(batch)
-            batch.ids = chosen_ids(batch.ids, batch, self.last_tokens)
+            batch.ids = chosen_ids(batch, self.last_tokens)
             batch.expert_counts = self.expert_counts
             logits = self.forward(batch, self.state).float()
             self.state.commit(batch)
         count = len(sampling.rows)
-        tokens, sampled = self._sample(logits[:count], sampling)
+        tokens = self._sample(logits[:count], sampling) if drawn is None else drawn
+        top = sampling.top_logprobs
+        sampled = None if top is None else _logprobs(logits[:count], tokens, top)
         scored = None
         if sampling.scored_tokens:
             wanted = send(np.array(sampling.scored_tokens, np.int64), self.device)
             scored = _logprobs(logits[count:], wanted, sampling.scored_top)
         return _Unread(tokens, sampled, scored)
 
-    def _sample(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, LogprobTensors | None]:
+    def _sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         if not sampling.rows:
-            return torch.empty(0, dtype=torch.int64, device=self.device), None
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         tokens = sample(logits, sampling_tensors(sampling.rows, self.counts, self.device))
         self.last_tokens[send(np.array(sampling.slots, np.int64), self.device)] = tokens
         penalised = [i for i, row in enumerate(sampling.rows) if row.params.penalised]
@@ -157,8 +160,7 @@ class Runner:
             assert self.counts is not None
             rows = send(np.array([(sampling.rows[i].slot, i) for i in penalised], np.int64).T.copy(), self.device)
             self.counts.add(rows[0], tokens[rows[1]], torch.ones_like(rows[0], dtype=torch.bool))
-        top = sampling.top_logprobs
-        return tokens, None if top is None else _logprobs(logits, tokens, top)
+        return tokens
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> LogprobTensors:

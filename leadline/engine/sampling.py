@@ -2,12 +2,14 @@
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from leadline.engine.constraint import Bits, Constraint
 from leadline.engine.transfer import send
@@ -192,6 +194,11 @@ class SamplingRow:
     slot: int = 0  # in TokenCounts, if the request is `penalised`
     allowed: Bits | None = None  # None: every token
 
+    @property
+    def plain(self) -> bool:
+        """Whether its logits are taken as they are: no penalties, no bias, no bans, no mask."""
+        return not (self.params.penalised or self.params.logit_bias or self.banned or self.allowed is not None)
+
 
 def sampling_tensors(
     rows: Sequence[SamplingRow], counts: TokenCounts | None, device: torch.device | str
@@ -201,22 +208,40 @@ def sampling_tensors(
     `counts` may be None when no row is penalised.
     """
     params = [row.params for row in rows]
-    whole = [[max(p.top_k, 0) for p in params], [row.seed for row in rows], [row.position for row in rows]]
-    real = [[0.0 if p.greedy else p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-    top_k, seed, position = send(np.array(whole, np.int64), device)
-    temperature, top_p, min_p = send(np.array(real, np.float32), device)
-    return SamplingTensors(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        position=position,
+    how = plain_tensors(
+        send(packed_rows(rows, len(rows)), device),
         any_random=any(not p.greedy for p in params),
         any_truncated=any(not p.greedy and (p.top_k > 0 or p.top_p < 1) for p in params),
-        penalties=_penalties(rows, counts, device),
-        bias=_bias(rows, device),
-        allowed=_allowed(rows, device),
+    )
+    return replace(
+        how, penalties=_penalties(rows, counts, device), bias=_bias(rows, device), allowed=_allowed(rows, device)
+    )
+
+
+def packed_rows(rows: Sequence[SamplingRow], room: int) -> NDArray[np.int64]:
+    """What `plain_tensors` takes apart, in one array [5, room] to be sent at once; rows beyond `rows` are greedy."""
+    packed = np.zeros((5, room), np.int64)
+    real = packed[3:].view(np.float32)
+    for i, row in enumerate(rows):
+        p = row.params
+        packed[0, i], packed[1, i], packed[2, i] = max(p.top_k, 0), row.seed, row.position
+        real[0, i], real[0, room + i], real[1, i] = 0.0 if p.greedy else p.temperature, p.top_p, p.min_p
+    return packed
+
+
+def plain_tensors(packed: Tensor, any_random: bool, any_truncated: bool) -> SamplingTensors:
+    """Sampling without penalties, bias and masks of the rows in `packed` [5, B] int64, of which the result is views."""
+    room = packed.shape[1]
+    temperature, top_p, min_p, _ = packed[3:].view(-1).view(torch.float32).view(4, room)
+    return SamplingTensors(
+        temperature=temperature,
+        top_k=packed[0],
+        top_p=top_p,
+        min_p=min_p,
+        seed=packed[1],
+        position=packed[2],
+        any_random=any_random,
+        any_truncated=any_truncated,
     )
 
 

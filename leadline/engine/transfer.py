@@ -18,6 +18,12 @@ def send(array: NDArray, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def overwrite(tensor: Tensor, array: NDArray) -> None:
+    """Copy `array` into `tensor`, of the same shape and dtype, without waiting for the device."""
+    values = torch.from_numpy(array)
+    tensor.copy_(values.pin_memory() if tensor.is_cuda else values, non_blocking=True)
+
+
 class Receipt:
     """Tensors on their way from a device to the host."""
 

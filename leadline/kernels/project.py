@@ -77,13 +77,17 @@ def row_product(x: Tensor, matrix: Tensor, deterministic: bool = False) -> Tenso
     return F.linear(F.pad(x, (0, 0, 0, missing)), matrix)[: len(x)]
 
 
-def wide_product(x: Tensor, matrix: Tensor, deterministic: bool = False) -> Tensor:
-    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out] in fp32 (fp64 in fp64 models), summed in fp32."""
+def wide_product(x: Tensor, matrix: Tensor, deterministic: bool = False, out: Tensor | None = None) -> Tensor:
+    """`x` [T, in] times `matrix` [out, in] transposed -> [T, out] in fp32 (fp64 in fp64 models), summed in fp32.
+
+    In `out` if given, contiguous and of that dtype.
+    """
     if x.is_cuda and x.dtype == matrix.dtype == torch.bfloat16:
         from leadline.kernels.gpu import project as gpu
 
-        return gpu.wide_product(x, matrix, deterministic=deterministic)
-    return row_product(high(x), high(matrix), deterministic)
+        return gpu.wide_product(x, matrix, deterministic, out)
+    product = row_product(high(x), high(matrix), deterministic)
+    return product if out is None else out.copy_(product)
 
 
 def round_input(x: Tensor, weight: Weight) -> Tensor:

@@ -66,8 +66,8 @@ class Batch:
     """[M''] rows of HCA online softmaxes to keep,"""
     fold_target: Tensor
     """[M''] and the slots that receive them."""
-    logit_rows: Tensor
-    """[N] token rows whose logits are wanted; a row may stand more than once."""
+    logit_rows: Tensor | None
+    """[N] token rows whose logits are wanted; a row may stand more than once. None: all T, in order."""
     most_pages: int
     """The largest number of pages that a request of this step has."""
     most_csa_entries: int
@@ -78,3 +78,5 @@ class Batch:
     """The largest of `piece_counts`."""
     expert_counts: Tensor | None = None
     """[L, E] how often each layer chose each expert, to be added to; None where nobody counts."""
+    logits: Tensor | None = None
+    """[N, V] fp32 where the logits go, if they have a place."""

@@ -30,7 +30,7 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, state: State) -> Tensor:
-        """Run one step and return the logits [N, V] in fp32 of `batch.logit_rows`.
+        """Run one step and return the logits [N, V] in fp32 of `batch.logit_rows`, in `batch.logits` if there is one.
 
         Entries are written to history pages; the frontiers stay as they are until `state.commit(batch)`.
         """
@@ -39,10 +39,11 @@ class Transformer:
         boundary = Boundary(streams)
         for layer in self.layers:
             boundary = layer.forward(boundary, batch, rows, state)
-        return self.logits(boundary.closed()[batch.logit_rows])
+        streams = boundary.closed()
+        return self.logits(streams if batch.logit_rows is None else streams[batch.logit_rows], batch.logits)
 
-    def logits(self, streams: Tensor) -> Tensor:
-        """Streams [N, n, d] -> vocabulary logits [N, V] in fp32."""
+    def logits(self, streams: Tensor, out: Tensor | None = None) -> Tensor:
+        """Streams [N, n, d] -> vocabulary logits [N, V] in fp32, in `out` if given."""
         c = self.config
         hidden = final_collapse(streams, self.mixing, self.norm, c.hc_eps, c.rms_norm_eps)
-        return wide_product(hidden, self.head, self.deterministic)
+        return wide_product(hidden, self.head, self.deterministic, out)

@@ -224,7 +224,7 @@ def gate_rows(x: Tensor, gating: Gating, out: Tensor) -> None:
     `out` must be contiguous.
     """
     if x.dtype == torch.bfloat16 and gating.matrix.dtype == torch.bfloat16:
-        wide_product(x, gating.matrix, out, gating.deterministic)
+        wide_product(x, gating.matrix, gating.deterministic, out)
     elif gating.deterministic:
         out.copy_(row_product(x.float(), gating.matrix.float(), deterministic=True))
     else:

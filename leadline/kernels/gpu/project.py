@@ -53,8 +53,8 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(round_rows(x) if weight.round_input else x, expanded(weight))
 
 
-def wide_product(x: Tensor, matrix: Tensor, out: Tensor | None = None, deterministic: bool = False) -> Tensor:
-    """See `leadline.kernels.project.wide_product`; both are bf16. Into `out` if given: contiguous fp32."""
+def wide_product(x: Tensor, matrix: Tensor, deterministic: bool = False, out: Tensor | None = None) -> Tensor:
+    """See `leadline.kernels.project.wide_product`; both are bf16."""
     if len(x) <= WIDE_TOKENS or deterministic:
         weight = Weight(matrix, deterministic=deterministic)
         return multiply(Input(x, None, "plain"), weight, 1, torch.float32, out=out)
