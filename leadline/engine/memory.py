@@ -15,6 +15,7 @@ from leadline.engine.graphs import PAGE_CLASSES, row_classes
 from leadline.engine.runner import LOGPROB_ROWS
 from leadline.engine.scheduler import SCORED_TOKENS
 from leadline.kernels.select import TOKENS_PER_TILE
+from leadline.model.rows import EXPANDED_ROWS
 from leadline.model.state import StateSize, page_bytes, pages_for, scratch_bytes, slot_bytes
 
 MOST_SLOT_SHARE = 0.5
@@ -210,7 +211,8 @@ def step_bytes(model: ModelConfig, size: StateSize, context: int, dtype: torch.d
     queries and heads, then heads, what the output's first factor makes of them, and its rounded input; each token lists
     window rows, pages, HCA entries and chosen entries (twice). Experts have hidden rows and outputs of each pair, and
     two sums in fp32. Behind the layers there are logits, with a copy, of `size.step_chunks` rows and of prompt tokens
-    to be scored. A GPU expands the largest fp8 matrix to bf16, and its allocator loses some memory between the pieces.
+    to be scored. A GPU expands the largest fp8 matrix to bf16, and the packed rows that a prompt's attention reads, and
+    its allocator loses some memory between the pieces.
     """
     m, pages = model, pages_for(context)
     held = 2 * m.hc_mult * m.hidden_size + 3 * m.hidden_size
@@ -225,6 +227,7 @@ def step_bytes(model: ModelConfig, size: StateSize, context: int, dtype: torch.d
     if not on_gpu:
         return total
     expanded = 2 * heads * max(m.q_lora_rank, m.o_lora_rank)
+    expanded += 2 * m.head_dim * size.step_tokens * (1 + EXPANDED_ROWS)
     return int((total + expanded) * (1 + SLACK))
 
 

@@ -66,7 +66,11 @@ class KvRows:
         self.scales[block, place, : scale.shape[1]] = e8m0_encode(scale).view(torch.uint8)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Values [N, width] in bf16 of `rows` [N]: what attention reads, exactly."""
+        """Values [N, width] in bf16 of `rows` [N]: what attention reads, exactly. On a GPU zeros where a row is -1."""
+        if self.blocks.is_cuda:
+            from leadline.kernels.gpu.read import read_rows
+
+            return read_rows(self.blocks, rows, self.width, self.rotated)
         block, place = rows // BLOCK_ROWS, rows % BLOCK_ROWS
         data, plain = self.data[block, place], self.width - self.rotated
         codes = data[:, :plain].contiguous().view(torch.float8_e4m3fn).float()

@@ -9,7 +9,7 @@ from leadline.config import ModelConfig, Ratio
 from leadline.kernels.attend import attend
 from leadline.kernels.compress import Gating, Pieces, close_csa, gate_rows, hca_fold
 from leadline.kernels.output import grouped_output
-from leadline.kernels.packed import KvPool
+from leadline.kernels.packed import KvPool, KvRows
 from leadline.kernels.project import project, wide_product
 from leadline.kernels.query import index_query
 from leadline.kernels.rowwise import rms_norm
@@ -54,7 +54,10 @@ class Attention:
         entries, chosen = None, None
         if self.compressor is not None:
             entries, chosen = self.compressor.forward(x, latent, batch, rows, state)
-        heads = attend(q, self.sink, window, rows.window, entries, chosen, turns, self.deterministic)
+        reads = rows.window
+        if rows.expansion is not None and isinstance(window, KvRows):
+            window, reads = window.read(rows.expansion.window), rows.expansion.window_places
+        heads = attend(q, self.sink, window, reads, entries, chosen, turns, self.deterministic)
         del q  # in a long step as large as what is made from here on
         return project(grouped_output(heads, self.wo_a, c.o_groups), self.wo_b)
 
@@ -87,7 +90,10 @@ class CsaCompressor:
             batch.most_csa_entries,
             c.index_topk,
         )
-        return state.csa_entries[self.rank], entry_rows(rows.pages, ids, CSA_PER_PAGE)
+        pool = state.csa_entries[self.rank]
+        if rows.expansion is not None and isinstance(pool, KvRows):
+            return pool.read(rows.expansion.csa), rows.expansion.csa_places(ids)
+        return pool, entry_rows(rows.pages, ids, CSA_PER_PAGE)
 
     def _compress(self, x: Tensor, batch: Batch, rows: StepRows, state: State) -> None:
         pending = state.pending[self.rank]
@@ -135,6 +141,8 @@ class HcaCompressor:
             self.native,
             pool,
         )
+        if rows.expansion is not None and isinstance(pool, KvRows):
+            return pool.read(rows.expansion.pages.flatten()), rows.expansion.hca_places
         return pool, rows.hca
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leadline.config import CSA_RATIO, HCA_RATIO
+from leadline.config import CSA_RATIO, HCA_RATIO, PAGE_TOKENS
 from leadline.kernels.rope import Angles, angles
 from leadline.kernels.select import entry_rows
 from leadline.model.batch import Batch
-from leadline.model.state import State
+from leadline.model.pools import Packed
+from leadline.model.state import CSA_PER_PAGE, State
 
 
 @dataclass
@@ -19,6 +20,67 @@ class Turns:
     tokens: Angles
     closing: Angles
     full: Angles
+
+
+EXPANDED_TOKENS = 512
+"""From so many tokens on a step brings the packed rows that it reads into bf16 once, instead of for every query."""
+EXPANDED_ROWS = 16
+"""Not if that would be more than so many rows for each token of the step: a short chunk behind a very long prompt, or
+beside many other requests."""
+
+
+@dataclass
+class Expansion:
+    """Rows of packed pools that a step reads, by their places in a copy that holds these rows alone.
+
+    Of the window rows the copy holds those of the step's T tokens, then the rings of its R chunks; of entries those
+    of all pages that its chunks have, P for each, in order.
+    """
+
+    window: Tensor
+    """[T + R * W] rows of the window pool."""
+    window_places: Tensor
+    """[T, W] as `StepRows.window`, in the copy."""
+    chunks: Tensor
+    """[T, 1] the chunk of each token."""
+    pages: Tensor
+    """[R, P] pages of each chunk, -1 past its end."""
+    hca_places: Tensor
+    """[T, K] as `StepRows.hca`, in the copy."""
+
+    @staticmethod
+    def pays(batch: Batch, ring: int) -> bool:
+        """Whether the copies are small beside the step."""
+        rows = len(batch.slots) * (ring + batch.most_pages * CSA_PER_PAGE)
+        return len(batch.ids) >= EXPANDED_TOKENS and rows <= EXPANDED_ROWS * len(batch.ids)
+
+    @classmethod
+    def of(cls, batch: Batch, rows: "StepRows", page_table: Tensor, scratch: int) -> "Expansion":
+        """`scratch` is the first window row of this step's tokens."""
+        tokens, device = len(batch.ids), batch.positions.device
+        ring, columns = rows.window.shape[1], torch.arange(batch.most_pages, device=device)
+        chunks = batch.chunks[:, None]
+        places = torch.where(
+            rows.window >= scratch, rows.window - scratch, tokens + chunks * ring + rows.window % ring
+        ).masked_fill_(rows.window < 0, -1)
+        rings = batch.slots[:, None] * ring + torch.arange(ring, device=device)
+        own = scratch + torch.arange(tokens, device=device)
+        last = torch.cat([batch.firsts[1:], batch.firsts.new_full((1,), tokens)]) - 1
+        reached = batch.positions[last][:, None] // PAGE_TOKENS
+        pages = torch.where(columns <= reached, page_table[batch.slots, : batch.most_pages], -1)
+        hca = chunks * batch.most_pages + columns[: rows.hca.shape[1]]
+        return cls(torch.cat([own, rings.flatten()]), places, chunks, pages, torch.where(rows.hca < 0, -1, hca))
+
+    @property
+    def csa(self) -> Tensor:
+        """[R * P * 32] rows of a CSA entry pool."""
+        places = torch.arange(CSA_PER_PAGE, device=self.pages.device)
+        rows = self.pages[..., None] * CSA_PER_PAGE + places
+        return rows.masked_fill_(self.pages[..., None] < 0, -1).flatten()
+
+    def csa_places(self, ids: Tensor) -> Tensor:
+        """Entry ids [T, k], -1 for none, as places in the copy."""
+        return entry_rows(self.chunks, ids, self.pages.shape[1] * CSA_PER_PAGE)
 
 
 @dataclass
@@ -36,6 +98,8 @@ class StepRows:
     swa_turns: Angles
     """How far each token is turned in SWA layers."""
     compressed_turns: Turns
+    expansion: Expansion | None = None
+    """What a long step reads of packed pools; None where attention reads the pools themselves."""
 
     @classmethod
     def of(cls, batch: Batch, state: State, swa_frequencies: Tensor, compressed_frequencies: Tensor) -> "StepRows":
@@ -70,7 +134,10 @@ class StepRows:
             (CSA_RATIO, HCA_RATIO),
         )
         hca = hca[:, : batch.most_hca_entries]
-        return cls(window, pages, visible, hca, swa, Turns(tokens, closing, full))
+        made = cls(window, pages, visible, hca, swa, Turns(tokens, closing, full))
+        if isinstance(state.window, Packed) and Expansion.pays(batch, state.ring):
+            made.expansion = Expansion.of(batch, made, state.page_table, state.window_scratch)
+        return made
 
 
 def _window_rows(batch: Batch, state: State) -> Tensor:

@@ -356,7 +356,7 @@ def _bring_in(
         o_key = tile * KEYS + tl.arange(0, KEYS)
         b_row = tl.load(p_rows + o_key, o_key < width, -1).to(tl.int64)
         if PACKED:
-            b_key = _unpacked(p_pool, b_row, stride, D, R, BLOCK_D, ASSEMBLY).to(OPERAND)
+            b_key = unpacked(p_pool, b_row, stride, D, R, BLOCK_D, ASSEMBLY).to(OPERAND)
         else:
             o_channel = tl.arange(0, BLOCK_D)
             m_key = (b_row >= 0)[:, None] & (o_channel < D)
@@ -373,7 +373,7 @@ def _bring_in(
 
 
 @triton.jit
-def _unpacked(p_blocks, b_row, stride, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, ASSEMBLY: tl.constexpr):
+def unpacked(p_blocks, b_row, stride, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Rows of a packed pool -> bf16 [keys, BLOCK_D]; zeros for -1."""
     GROUPS: tl.constexpr = BLOCK_D // 64
     LAST: tl.constexpr = (D - 1) // 64
