@@ -154,8 +154,11 @@ BEFORE = [("Memcpy HtoD (Pinned -> Device)", "other"), ("void at::native::index_
 HEAD = [
     *MIX,
     ("nvjet_tst_128x64_gemm", "head"),
-    ("_tops_kernel", "sample"),
-    ("_choose_kernel", "sample"),
+    ("sample_tops_kernel", "sample"),
+    ("sample_choose_kernel", "sample"),
+    ("sample_weigh_kernel", "sample"),
+    ("sample_draw_kernel", "sample"),
+    ("sample_pick_kernel", "sample"),
     ("Memcpy DtoH", "other"),
 ]
 

@@ -22,9 +22,7 @@ MARKS = (
     ("store_kernel", "query/store"),
     ("close_csa_kernel", "compress"),
     ("hca_fold_kernel", "compress"),
-    ("_tops_kernel", "sample"),
-    ("_draw_kernel", "sample"),
-    ("_pick_kernel", "sample"),
+    ("sample_", "sample"),
     ("_score_kernel", "select"),
     ("_sift_kernel", "select"),
     ("_choose_kernel", "select"),
@@ -115,8 +113,6 @@ def operations(names: Sequence[str]) -> list[str]:
     last, product_before = "other", False
     for place, (name, mark) in enumerate(zip(names, marks, strict=True)):
         if mark is not None:
-            if mark == "select" and last in ("head", "sample"):
-                mark = "sample"  # both have a `_choose_kernel`
             last, product_before = mark, False
             found.append(mark)
             continue

@@ -102,10 +102,14 @@ class StepRows:
     """What a long step reads of packed pools; None where attention reads the pools themselves."""
 
     @classmethod
-    def of(cls, batch: Batch, state: State, swa_frequencies: Tensor, compressed_frequencies: Tensor) -> "StepRows":
-        """Both frequency tables are [R / 2], on the batch's device."""
+    def of(
+        cls, batch: Batch, state: State, swa_frequencies: Tensor, compressed_frequencies: Tensor, expand: bool = True
+    ) -> "StepRows":
+        """Both frequency tables are [R / 2], on the batch's device. `expand`: a long step may read copies of packed
+        rows, over which attention may add up in another order.
+        """
         if batch.positions.is_cuda and swa_frequencies.dtype == torch.float32:
-            return cls._on_gpu(batch, state, swa_frequencies, compressed_frequencies)
+            return cls._on_gpu(batch, state, swa_frequencies, compressed_frequencies, expand)
         pages = state.page_table[batch.slots, : batch.most_pages][batch.chunks]
         ids = torch.arange(batch.most_hca_entries, device=batch.positions.device)
         seen = ((batch.positions + 1) // HCA_RATIO)[:, None]
@@ -119,7 +123,9 @@ class StepRows:
         )
 
     @classmethod
-    def _on_gpu(cls, batch: Batch, state: State, swa_frequencies: Tensor, compressed_frequencies: Tensor) -> "StepRows":
+    def _on_gpu(
+        cls, batch: Batch, state: State, swa_frequencies: Tensor, compressed_frequencies: Tensor, expand: bool
+    ) -> "StepRows":
         from leadline.kernels.gpu.step_rows import step_rows
 
         window, pages, visible, hca, swa, (tokens, closing, full) = step_rows(
@@ -135,7 +141,7 @@ class StepRows:
         )
         hca = hca[:, : batch.most_hca_entries]
         made = cls(window, pages, visible, hca, swa, Turns(tokens, closing, full))
-        if isinstance(state.window, Packed) and Expansion.pays(batch, state.ring):
+        if expand and isinstance(state.window, Packed) and Expansion.pays(batch, state.ring):
             made.expansion = Expansion.of(batch, made, state.page_table, state.window_scratch)
         return made
 

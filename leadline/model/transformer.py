@@ -34,7 +34,8 @@ class Transformer:
 
         Entries are written to history pages; the frontiers stay as they are until `state.commit(batch)`.
         """
-        rows = StepRows.of(batch, state, self.swa_frequencies, self.compressed_frequencies)
+        frequencies = (self.swa_frequencies, self.compressed_frequencies)
+        rows = StepRows.of(batch, state, *frequencies, expand=not self.deterministic)
         streams = self.embed[batch.ids][:, None].expand(-1, self.config.hc_mult, -1)
         boundary = Boundary(streams)
         for layer in self.layers:

@@ -4,6 +4,9 @@ from typing import Any
 
 from leadline.kernels.gpu import sample as gpu
 from leadline.kernels.gpu.chips import Chip
+from leadline.kernels.gpu.sample_choose import sample_choose_kernel
+from leadline.kernels.gpu.sample_draw import sample_draw_kernel, sample_pick_kernel, sample_weigh_kernel
+from leadline.kernels.gpu.sample_tops import sample_tops_kernel
 from tests.gpu.compiling import Case
 
 VOCAB = 129_280
@@ -11,6 +14,8 @@ TYPES = {
     "p_id": "*i32",
     "p_drawn": "*i32",
     "p_list": "*i32",
+    "p_count": "*i32",
+    "p_mass": "*i64",
     "p_output": "*i32",
     "p_prompt": "*i1",
     "p_bits": "*i32",
@@ -20,14 +25,15 @@ TYPES = {
 
 
 def cases(chip: Chip) -> list[Case]:
-    """All four launches, with everything that a request can ask for."""
+    """All five launches, with everything that a request can ask for."""
     constants = gpu.constants(VOCAB)
     everything = {"penalised": True, "biased": True, "constrained": True, "any_random": True}
     return [
-        _case(gpu._tops_kernel, constants["tops"] | everything, 4),
-        _case(gpu._choose_kernel, constants["choose"] | {"any_random": True}, 16),
-        _case(gpu._draw_kernel, constants["draw"], 4),
-        _case(gpu._pick_kernel, constants["pick"], 1),
+        _case(sample_tops_kernel, constants["tops"] | everything, 4),
+        _case(sample_choose_kernel, constants["choose"] | {"any_random": True}, 16),
+        _case(sample_weigh_kernel, constants["weigh"], 4),
+        _case(sample_draw_kernel, constants["draw"], 4),
+        _case(sample_pick_kernel, constants["pick"], 8),
     ]
 
 

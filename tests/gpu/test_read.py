@@ -10,6 +10,7 @@ from leadline.kernels.packed import KvRows, kv_rows
 from leadline.kernels.rope import Angles
 from leadline.kernels.select import entry_rows
 from leadline.model import rows as step_rows
+from leadline.model.pools import packed_kv
 from leadline.model.rows import Expansion, StepRows
 from tests.gpu.compiling import failures
 from tests.gpu.rows import DEVICE, poison_new_tensors
@@ -72,6 +73,18 @@ def test_attention_over_the_copy_is_attention_over_the_pools(seed: int) -> None:
         want = attend(q, sink, window, rows.window, pool, listed, turns)
         got = attend(q, sink, copy, places, pool.read(read.clamp(min=0)), read_places, turns)
         assert torch.equal(got, want)
+
+
+def test_a_long_step_is_expanded_unless_bits_must_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, state = drawn(3)
+    batch.ids, state.window = batch.positions, packed_kv(1, 64, 64, 16, torch.device(DEVICE))
+    frequencies = [torch.rand(8).to(DEVICE) + 0.001 for _ in range(2)]
+    monkeypatch.setattr(step_rows, "EXPANDED_TOKENS", 1)
+    monkeypatch.setattr(step_rows, "EXPANDED_ROWS", 10**9)
+    assert StepRows._on_gpu(batch, state, *frequencies, expand=True).expansion is not None
+    assert StepRows._on_gpu(batch, state, *frequencies, expand=False).expansion is None
+    state.window = torch.zeros(1)
+    assert StepRows._on_gpu(batch, state, *frequencies, expand=True).expansion is None
 
 
 def test_short_steps_and_large_copies_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from leadline.engine.sampling import SamplingParams, SamplingRow, sampling_tenso
 from leadline.kernels import sample as definition
 from leadline.kernels.gpu import sample as gpu
 from leadline.kernels.gpu.chips import CHIPS
+from leadline.kernels.gpu.sample_race import earliest, times
 from leadline.kernels.sample import Allowed, Bias, Penalties, TokenCounts
 from tests.gpu.compiling import failures
 
@@ -22,7 +23,18 @@ NEVER = float("-inf")
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    for name, size in {"PART": 64, "GROUP": 8, "FEW": 4, "BLOCK": 32, "LISTED": 16, "ROUNDS": 1}.items():
+    sizes = {
+        "PART": 64,
+        "GROUP": 8,
+        "FEW": 16,
+        "CHUNK": 8,
+        "BLOCK": 32,
+        "LISTED": 16,
+        "SAMPLED": 32,
+        "WAYS": 4,
+        "WIDE": 8,
+    }
+    for name, size in sizes.items():
         monkeypatch.setattr(gpu, name, size)
 
 
@@ -83,7 +95,7 @@ def tensors(rows, params=None, seed=0):
     return sampling_tensors([SamplingRow(params, seed - i, i) for i in range(rows)], None, "cpu")
 
 
-@pytest.mark.parametrize("few", [4, 1000])
+@pytest.mark.parametrize("few", [16, 128])
 @pytest.mark.parametrize("shape", ["normal", "rounded", "equal", "two", "peaked", "spiky"])
 def test_what_is_kept_is_what_the_definition_keeps(shape, few, monkeypatch):
     """Each filter with many seeds: at a high temperature every token that is kept is drawn now and then."""
@@ -165,7 +177,7 @@ def test_noise_is_that_of_the_definition():
     def noise(p_out, p_seed, p_position, n: tl.constexpr):
         tl.store(
             p_out + tl.arange(0, n),
-            gpu._times(tl.zeros([n], tl.float32), tl.load(p_seed), tl.load(p_position), tl.arange(0, n)),
+            times(tl.zeros([n], tl.float32), tl.load(p_seed), tl.load(p_position), tl.arange(0, n)),
         )
 
     for seed, position in ((0, 0), (-1, 5), (2**62 + 12345, 2**40 + 7), (-(2**63), 1)):
@@ -173,6 +185,50 @@ def test_noise_is_that_of_the_definition():
         noise[(1,)](out, torch.tensor(seed).to(DEVICE), torch.tensor(position).to(DEVICE), 4096)
         want = (-definition.gumbel(torch.tensor([seed]), torch.tensor([position]), 4096)[0].double()).exp().float()
         torch.testing.assert_close(out.cpu(), want, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("kept", [2, 18])
+def test_exactly_as_many_as_asked_for(kept, monkeypatch):
+    """Tokens nearly alike, so that one too many or too few would be drawn soon; 18 are more than compared in pairs."""
+    monkeypatch.setattr(gpu, "BLOCK", 128)
+    x = torch.randperm(100, generator=torch.Generator().manual_seed(8)) * 1e-4
+    for params in (SamplingParams(top_k=kept), SamplingParams(top_p=(kept - 0.5) / 100)):
+        assert_same(x.expand(16, -1), tensors(16, params))
+
+
+def test_top_p_counts_what_min_p_leaves():
+    """40 tokens, too many to compare in pairs; what min_p drops has nearly half as much probability."""
+    x = torch.randperm(100, generator=torch.Generator().manual_seed(9)).float()
+    x = x * 1e-2 - (x < 60).float()
+    assert_same(x.expand(16, -1), tensors(16, SamplingParams(top_p=0.3, min_p=0.6)))
+
+
+@pytest.mark.parametrize("lead", [0.0, 2.0, 20.0])
+def test_the_earliest_is_found_by_its_bound(lead):
+    """With a token far ahead its u is anything up to 1, and another is often before it by the bound alone."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def race(p_score, p_times, p_token, n: tl.constexpr):
+        o_token, seed = tl.arange(0, n), tl.program_id(0).to(tl.int64)
+        score = tl.load(p_score + o_token)
+        tl.store(p_times + seed * n + o_token, times(score, seed, seed, o_token))
+        tl.store(p_token + seed, earliest(score, o_token, seed, seed))
+
+    score = torch.randn(64, generator=torch.Generator().manual_seed(6)) - lead
+    score[40], score[7] = 0, NEVER
+    found, tokens = torch.empty(50, 64, device=DEVICE), torch.empty(50, dtype=torch.int32, device=DEVICE)
+    race[(50,)](score.to(DEVICE), found, tokens, 64)
+    assert tokens.tolist() == found.argmin(-1).tolist()
+
+
+def test_a_guess_from_an_unlike_sample_costs_time_alone():
+    """The sample has 8 of every 37 tokens; what is high lies elsewhere, so that the cutoff is far from the guess."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(300, generator=generator) * 0.3 + 3 * (torch.arange(300) % 75 > 20)
+    for top_p in (0.3, 0.9):
+        assert_same(x.expand(5, -1), tensors(5, SamplingParams(top_p=top_p, temperature=2.0)))
 
 
 @pytest.mark.gpu  # the interpreter's maximum refuses a row of NaN

@@ -48,7 +48,7 @@ def test_as_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     state_on_cpu = SimpleNamespace(**{**vars(state), "page_table": state.page_table.cpu()})
     want = StepRows.of(on_cpu, state_on_cpu, *(each.cpu() for each in frequencies))
     poison_new_tensors(monkeypatch)
-    got = StepRows._on_gpu(batch, state, *frequencies)
+    got = StepRows._on_gpu(batch, state, *frequencies, expand=False)
     for name in ("window", "pages", "csa_visible", "hca"):
         assert torch.equal(getattr(got, name).cpu().long(), getattr(want, name)), name
     assert got.pages.dtype == torch.int32
@@ -82,7 +82,7 @@ def test_far_positions_are_turned_as_exactly_as_near_ones() -> None:
     state.page_table = state.page_table.repeat(1, 300)
     batch.most_pages, batch.most_hca_entries = 8192, 8192
     frequencies = torch.rand(32, device=DEVICE)
-    got = StepRows._on_gpu(batch, state, frequencies, frequencies).swa_turns
+    got = StepRows._on_gpu(batch, state, frequencies, frequencies, expand=False).swa_turns
     phase = batch.positions[:, None].float() * frequencies
     torch.testing.assert_close(got.cos.double(), phase.double().cos(), atol=3e-7, rtol=0)
     torch.testing.assert_close(got.sin.double(), phase.double().sin(), atol=3e-7, rtol=0)
