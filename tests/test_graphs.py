@@ -138,3 +138,20 @@ def test_results_do_not_change_after_they_were_read() -> None:
     assert torch.isfinite(
         torch.tensor([score for job in jobs for scores in job.logprobs.values() for score in scores])
     ).all()
+
+
+def test_sampling_that_is_not_plain_follows_the_graph() -> None:
+    """Bias, bans and penalties act on the logits of a replayed step, alone and beside plain requests."""
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    likely = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={5: 100.0})
+    scarce = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, presence_penalty=2.0, repetition_penalty=10.0)
+    tokens = {}
+    for name, replayed in (("replayed", True), ("launched", False)):
+        built = engine("csa", 40, 14, max_running=4)
+        built = with_replays(built) if replayed else built
+        jobs = [Job(0, np.array([3, 4 + i, 5], np.int32), how) for i, how in enumerate((plain, likely, scarce))]
+        play(built, jobs)
+        tokens[name] = [output for job in jobs for output in job.tokens.values()]
+        built.close()
+    assert tokens["replayed"] == tokens["launched"]
+    assert tokens["replayed"][1] == [5] * 6 and len(set(tokens["replayed"][2])) == 6
