@@ -6,6 +6,7 @@ after the other in one process; a step is from one token to the next, greedy.
 """
 
 import argparse
+import functools
 import gc
 import importlib.metadata
 import statistics
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
+from leadline.bench.floors import wait
 from leadline.bench.latency import decode_row
 from leadline.bench.prefill import prefill_row
 from leadline.bench.subject import random_subject
@@ -82,19 +84,13 @@ class Run:
         return logits[:, -1:].argmax(-1)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long a call and all that it starts on the GPU take."""
-    wait()
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long a call and all that it starts on the device take."""
+    wait(device)
     begun = perf_counter()
     work()
-    wait()
+    wait(device)
     return perf_counter() - begun
-
-
-def wait() -> None:
-    """For the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 @torch.inference_mode()
@@ -109,15 +105,15 @@ def their_figures(model: DeepseekV4ForCausalLM, context: int, prompt: int) -> di
         for _ in range(WARM + STEPS):
             begun = perf_counter()
             token = run.step(token)
-            wait()
+            wait(model.device)
             times.append(perf_counter() - begun)
         return statistics.median(times[WARM:]) * 1e3
 
     def prefill() -> float:
-        seconds(Run(model, 1, prompt, 2048).prompt)
-        return prompt / seconds(Run(model, 1, prompt, 2048).prompt)
+        seconds(Run(model, 1, prompt, 2048).prompt, model.device)
+        return prompt / seconds(Run(model, 1, prompt, 2048).prompt, model.device)
 
-    work: dict[str, Callable[[], float]] = {str(batch): lambda batch=batch: decode(batch) for batch in BATCHES}  # type: ignore[misc]
+    work: dict[str, Callable[[], float]] = {str(batch): functools.partial(decode, batch) for batch in BATCHES}
     for name, measure in (work | {"prompt": prefill}).items():
         try:
             figures[name] = measure()

@@ -70,7 +70,7 @@ class DecodeGraphs:
     """Graphs by size class, recorded when first wanted or by `record`. They share the memory of their results."""
 
     def __init__(self, forward: Forward, state: State, rows: int, columns: int, vocab_size: int) -> None:
-        """`rows`: the most requests of a step; `columns`: of the page table."""
+        """`rows`: the most requests of a step; `columns`: of the page table; `vocab_size`: of a row of logits."""
         self.forward, self.state = forward, state
         self.row_classes = row_classes(rows)
         self.page_classes = [pages for pages in PAGE_CLASSES if pages < columns] + [columns]
@@ -141,9 +141,9 @@ class DecodeGraphs:
 
     def _record(self, size: SizeClass, last_tokens: Tensor, counts: Tensor | None) -> _Recorded:
         """Run the model on padding alone, which changes nothing, and record that."""
-        padding = Padding(size)
-        packed = send(padding.array, last_tokens.device).clone()
-        batch, how = padding.parted(packed)
+        empty = Padding(size)
+        packed = send(empty.array, last_tokens.device).clone()
+        batch, how = empty.parted(packed)
         given = replace(batch)
         batch.expert_counts = counts
         batch.logit_rows, batch.logits = None, self._logits[: size.rows]
@@ -157,7 +157,7 @@ class DecodeGraphs:
             return logits, tokens
 
         replay, results = self._captured(step)
-        return _Recorded(padding, packed, replay, *results)
+        return _Recorded(empty, packed, replay, *results)
 
     def _captured(self, step: Callable[[], _Results]) -> tuple[Callable[[], None], _Results]:
         """Run `step` once, so that every kernel is there, then record it: how to do it again, where its results are."""

@@ -1,6 +1,7 @@
 """What all layers of a step share: where each token's keys lie, what it sees, and how far things are turned."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class Expansion:
         hca = chunks * batch.most_pages + columns[: rows.hca.shape[1]]
         return cls(torch.cat([own, rings.flatten()]), places, chunks, pages, torch.where(rows.hca < 0, -1, hca))
 
-    @property
+    @cached_property
     def csa(self) -> Tensor:
         """[R * P * 32] rows of a CSA entry pool."""
         places = torch.arange(CSA_PER_PAGE, device=self.pages.device)
